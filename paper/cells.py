@@ -29,7 +29,7 @@ from tuneport.models.weights import Scaled
 from tuneport.outputs import ModelOutput
 from tuneport.pipeline.samples import SCORED
 from tuneport.pipeline.scale import RULES, Judge, choose_on_halves
-from tuneport.pipeline.solve import measure_in_parts, problem_of
+from tuneport.pipeline.solve import measure, problem_of
 from tuneport.pipeline.transfer import Setup, prepare
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.loop import Schedule
@@ -202,7 +202,9 @@ def _measured(
 ) -> dict[int, Statistics]:
     """The statistics of consecutive parts by the place of their end; every count and every half is a sum of them."""
     cuts = sorted({cut for count in counts for cut in (first_half(count), count)})
-    return dict(zip(cuts, measure_in_parts(measurement, cuts, signals=signals, views=views), strict=True))
+    parts = [measurement.samples.take(slice(start, stop)) for start, stop in zip((0, *cuts), cuts, strict=False)]
+    found = [measure(measurement.with_samples(part), signals=signals, views=views) for part in parts]
+    return dict(zip(cuts, found, strict=True))
 
 
 def _halves(parts: Mapping[int, Statistics], count: int) -> Halves:

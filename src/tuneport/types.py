@@ -20,7 +20,6 @@ Chat = list[dict[str, Any]]  # messages with "role" and "content", as chat templ
 Progress = Callable[[int], None]  # gets the number of samples, or steps, that were done since the last call
 Stage = Callable[[str, int, int], None]  # gets the name of a stage, the steps done and all its steps
 
-Say = Callable[[str], None]  # gets a line for the user
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from builders.folders import CLASSES, HEAD_CLASSES, Zoo, load
 from tuneport.data.dataset import UNLABELLED, Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.measure.accuracy import check_protocol, compute_features, encode_batches, linear_probe, zero_shot
+from tuneport.measure.accuracy import compute_features, encode_batches, linear_probe, zero_shot
 from tuneport.measure.language import perplexity
 from tuneport.models.base import Model, describe_any
 from tuneport.models.heads import Head, choose_head
@@ -200,11 +200,3 @@ def test_a_module_of_no_known_family_is_refused() -> None:
         compute_features(model, points(4, 2, seed=0))
     with pytest.raises(TuneportError, match="ToyViT cannot read raw samples"):
         zero_shot(model, Head("h", ("0", "1"), torch.eye(2)), points(4, 2, seed=0))
-
-
-def test_protocols() -> None:
-    assert [check_protocol(name) for name in ("zero-shot", "linear-probe")] == ["zero-shot", "linear-probe"]
-    with pytest.raises(
-        TuneportError, match=r"unknown protocol 'zeroshot'. Did you mean 'zero-shot'\? Known: likelihood, linear-pr"
-    ):
-        check_protocol("zeroshot")

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from builders.linear_maps import CASES, Called, attention, layers_of, relative, squares
+from builders.signals import watch
 from builders.toy import ToyViT, batches, loss, plan
 from tuneport.errors import CaptureError
 from tuneport.layers import TokenLayout
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.batches import PairedBatch
 from tuneport.measure.capture import Request, measure_pairs
-from tuneport.measure.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, WEIGHT_GRADIENT, watch
+from tuneport.measure.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, WEIGHT_GRADIENT
 from tuneport.measure.tokens import TokenLimit, match_tokens
 from tuneport.pairing import LayerPair, pair_layers
 from tuneport.types import Sides

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from builders.linear_maps import CASES, Called, layers_of, relative, squares
+from builders.signals import watch
 from builders.toy import MATRICES, ToyViT, batches, loss
 from tuneport.layers import find_layers
-from tuneport.measure.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, frozen, watch
+from tuneport.measure.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, frozen
 
 BICO = (INPUT, OUTPUT_GRADIENT)
 

@@ -20,11 +20,12 @@ from torch.nn import functional as F
 
 from builders.folders import edit_json, edit_weights, load
 from builders.runs import prepare
+from builders.signals import watch
 from builders.texts import FAMILIES, LABELS, LARGE, SMALL, Size, make, scatter, tokens, write
 from builders.twins import Twin, finetuned
 from tuneport import transfer
 from tuneport.errors import CheckpointError, PairingError
-from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT, watch
+from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.models.open import describe_module, open_model
 from tuneport.pipeline.arithmetic import extract
 

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from builders import toy
 from builders.folders import Zoo
+from builders.signals import watch
 from paper.likeness import average_by_block, compare_layers, compare_outputs, measure_drift
 from paper.similarity import Similarity, TokenAgreement, cka, token_cosine
 from tuneport.data.formats import read_plain
 from tuneport.errors import TuneportError
-from tuneport.measure.signals import INPUT, OUTPUT, OUTPUT_GRADIENT, watch
+from tuneport.measure.signals import INPUT, OUTPUT, OUTPUT_GRADIENT
 from tuneport.models.open import open_model
 
 Array = NDArray[np.float64]

@@ -50,7 +50,7 @@ def test_pickled_and_live_adapters_read_the_same(tmp_path: Path) -> None:
     base = clip()
     model = adapted(base, target_modules=TARGETS["clip"], modules_to_save=["visual_projection"])
     folder = saved(model, tmp_path / "lora")
-    expected = read(folder, base).materialise()
+    expected = TaskVector(dict(read(folder, base)))
     model.save_pretrained(tmp_path / "pickled", safe_serialization=False)
     assert (tmp_path / "pickled" / "adapter_model.bin").is_file()
     for other in (read(tmp_path / "pickled", base), read(model, base)):

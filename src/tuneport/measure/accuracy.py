@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..data.dataset import UNLABELLED, Dataset, align_labels, with_prompts
-from ..errors import DataError, TuneportError, unknown_name
+from ..errors import DataError, TuneportError
 from ..models.base import Model
 from ..models.heads import Head
 from ..types import Progress
 
 Protocol = Literal["zero-shot", "linear-probe", "perplexity", "likelihood"]
-PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 
 
 @dataclass(frozen=True)
@@ -157,10 +156,3 @@ def check_counted(model: Model, head: Head) -> None:
             f"{model.name} {model.instead}, of which tuneport measures no accuracy: score its output with your own "
             "metric."
         )
-
-
-def check_protocol(name: str) -> Protocol:
-    """The protocol of that name, or an error that lists all protocols."""
-    if name not in PROTOCOLS:
-        raise TuneportError(unknown_name("protocol", name, PROTOCOLS))
-    return name

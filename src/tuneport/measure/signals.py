@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CaptureError
 from ..layers import Layer
 from ..models.offload import watched
 from ..types import Loss, Signal
-from .batches import first_dimension
 
 INPUT: Signal = "input"
 OUTPUT: Signal = "output"
@@ -39,34 +37,6 @@ _LINEAR = (F.linear, F.conv2d, torch.conv2d)
 _MATMUL = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
 _ADDMM = (torch.addmm, Tensor.addmm)
 _attending = threading.RLock()  # F.linear belongs to the whole process: one thread at a time replaces it
-
-
-def watch(
-    model: nn.Module,
-    layers: Iterable[Layer] | Mapping[Layer, Collection[str]],
-    batch: Any,
-    loss: Loss,
-    signals: Collection[str],
-    size: int | None = None,
-) -> dict[tuple[str, str], list[Tensor]]:
-    """Run one model once and return the raw signals (N, T, d) by (layer name, signal), a list entry per call.
-
-    Layers that read one tensor get one copy of it. A mapping of layers gives the signals of each.
-    """
-    kept: dict[tuple[str, str], dict[int, Tensor]] = {}
-    copies: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
-
-    def keep(layer: Layer, signal: str, call: int, tensor: Tensor, _inputs: Tensor | None = None) -> None:
-        if tensor not in copies:
-            copies[tensor] = tensor.clone()
-        kept.setdefault((layer.name, signal), {})[call] = copies[tensor]
-
-    given = layers if isinstance(layers, Mapping) else dict.fromkeys(layers, signals)
-    wanted = {layer: frozenset(names) for layer, names in given.items()}
-    with frozen(model):
-        backward = bool(NEEDS_BACKWARD & set(signals))
-        Recorder(model, wanted, keep, size or first_dimension(batch), backward).run(batch, loss)
-    return {key: [calls[call] for call in sorted(calls)] for key, calls in kept.items()}
 
 
 @contextmanager

@@ -211,19 +211,6 @@ def measure(
     return reduce_statistics(statistics, measurement.plan)
 
 
-def measure_in_parts(
-    measurement: Measurement,
-    cuts: Sequence[int],
-    *,
-    signals: Iterable[str] | None = None,
-    views: bool = False,
-    progress: Progress | None = None,
-) -> list[Statistics]:
-    """The statistics of consecutive parts of the samples, each up to a cut; their sum is that of all up to the last."""
-    parts = [measurement.samples.take(slice(start, stop)) for start, stop in zip((0, *cuts), cuts, strict=False)]
-    return [measure(measurement.with_samples(part), signals=signals, views=views, progress=progress) for part in parts]
-
-
 def _measured(
     measurement: Measurement,
     signals: frozenset[str],

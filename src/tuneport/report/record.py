@@ -29,7 +29,6 @@ class Keywords:
 
 
 Count = Annotated[int, Keywords(minimum=0)]
-Positive = Annotated[int, Keywords(minimum=1)]
 Digest = Annotated[str, Keywords(pattern="^[0-9a-f]{64}$")]
 Digests = Annotated[dict[str, Digest], Keywords(description="SHA-256 by file name, relative to the path.")]
 Dtype = Annotated[str, Keywords(enum=["float32", "float64", "bfloat16", "float16"])]

@@ -125,7 +125,6 @@ class _Division:
             passes,
             placements=self._placements,
             home_bytes=self._models + self._returned,
-            returned_bytes=self._returned,
             fetched_bytes=len(groups) * (self._models - coming + times * batches * coming),
             result_in_files=self._in_files,
         )

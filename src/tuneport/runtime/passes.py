@@ -22,8 +22,8 @@ class Passes:
 
     `fixed_bytes` is the part of models and result that is on the device all the time, `group_bytes` what each group
     needs in addition. `placements` is set if the models are not on the device they run on; then `home_bytes` is what
-    stays off the device, `returned_bytes` the part of it that is result, `fetched_bytes` what is fetched in all runs
-    together. With `result_in_files` the result is written to temporary files, block by block.
+    stays off the device, `fetched_bytes` what is fetched in all runs together. With `result_in_files` the result is
+    written to temporary files, block by block.
     """
 
     groups: tuple[tuple[LayerPair, ...], ...]
@@ -31,7 +31,6 @@ class Passes:
     group_bytes: tuple[int, ...]
     placements: Sides[Placement] | None = None
     home_bytes: int = 0
-    returned_bytes: int = 0
     fetched_bytes: int = 0
     result_in_files: bool = False
 

@@ -149,10 +149,6 @@ class TaskVector(LazyMapping[Entry]):
         self.check_known(*chosen)
         return TaskVector(LazyMapping(chosen, self.__getitem__), self.spec)
 
-    def materialise(self) -> TaskVector:
-        """Compute every entry and hold it in memory."""
-        return TaskVector(dict(self.items()))
-
     def apply_to(self, base: Mapping[str, torch.Tensor], scale: float = 1.0) -> LazyTensors:
         """Return `base + scale * self` as a lazy Mapping, with all tensors of the base in their own dtypes.
 

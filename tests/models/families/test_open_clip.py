@@ -25,10 +25,11 @@ import tuneport
 from builders.family_twins import Permuted, linear_names, scatter, tuned, twin
 from builders.folders import CLASSES, Zoo, write_data, write_head
 from builders.samples import empty_dataset
+from builders.signals import watch
 from builders.toy import rotation
 from tuneport.errors import CheckpointError
 from tuneport.layers import TokenLayout
-from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT, watch
+from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.measure.tokens import match_tokens
 from tuneport.models.base import Labelling
 from tuneport.models.heads import PROMPTS, choose_head

@@ -22,9 +22,10 @@ import tuneport
 from builders.family_twins import Permuted, linear_names, scatter, tuned, twin
 from builders.folders import CLASSES, Zoo, write_data, write_head
 from builders.samples import empty_dataset
+from builders.signals import watch
 from tuneport.errors import CheckpointError
 from tuneport.layers import TokenLayout
-from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT, watch
+from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.models.heads import choose_head
 from tuneport.models.open import describe_module, open_model
 from tuneport.pipeline.arithmetic import apply, extract
