@@ -37,6 +37,7 @@ def evaluated(**right: int) -> Comparison:
 @pytest.mark.parametrize(
     ("target", "port", "word", "sentence"),
     [
+        (30, 45, "no clear change", "30.0 -> 45.0 %: no better than a guess among 2 classes"),
         (50, 70, "gain", "50.0 -> 70.0 %: the transfer helped"),
         (72, 60, "harm", "72.0 -> 60.0 %: the transfer did harm; try --scale safe, more samples, or --distill 300"),
         (50, 53, "no clear change", "50.0 -> 53.0 %: no clear change on 100 test samples"),

@@ -15,6 +15,7 @@ from builders.folders import LARGE, SMALL, Zoo, build, load, perturb, write_data
 from builders.runs import prepare, run
 from tuneport.errors import CheckpointError
 from tuneport.io.fingerprint import same_weights, weights_fingerprint
+from tuneport.models.open import open_model
 from tuneport.pipeline import heads, inputs
 from tuneport.pipeline.arithmetic import extract, fingerprint_of
 from tuneport.pipeline.inputs import check_inputs
@@ -88,6 +89,14 @@ def test_what_cannot_be_a_fine_tune_is_refused(
     assert "`accept_unlikely=True`" in str(refused.value)
     job = prepare(*trio, data, samples=SAMPLES, accept_unlikely=True)
     assert check_inputs(job.source, job.change, job.plan, job.setup.calibration, job.config).change is not None
+
+
+def test_a_wrong_head_of_the_right_kind_is_refused(zoo: Zoo) -> None:
+    """Ten of 300 are clearly more than none of them, and no more than a guess among 43 classes."""
+    source = open_model(zoo["clip_vision-base"])
+    right = np.arange(300) < 10
+    with pytest.raises(CheckpointError, match="right on 10 of 300 samples, no more than a guess among 43 classes"):
+        inputs.check_right(source, np.zeros(300, dtype=bool), right, 43)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVEL = 0.05  # a difference that chance makes less often than this is clear
+LEAST = 100  # samples from which a guess can be told from skill
 
 
 def share_interval(right: int, samples: int) -> tuple[float, float]:

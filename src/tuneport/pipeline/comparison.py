@@ -27,7 +27,7 @@ from ..data.dataset import Dataset, align_labels
 from ..data.tasks import read_data
 from ..errors import DataError, TuneportError
 from ..measure.accuracy import Evaluation, check_counted, compute_features, zero_shot
-from ..measure.chance import direction, share_interval, shift
+from ..measure.chance import LEAST, LEVEL, direction, share_interval, shift, tail
 from ..measure.language import likelihood, perplexity, usual_protocol
 from ..measure.measurement import Calibration
 from ..measure.unseen import Unseen
@@ -162,6 +162,15 @@ class Comparison:
         if first.found is not None and second.found is not None:
             return shift(_spelled(first.found), _spelled(second.found))
         return int(np.sign(second.value - first.value)) if abs(second.value - first.value) > SMALL else 0
+
+    @property
+    def guessed(self) -> int:
+        """The number of classes, if what is written is no better than a guess among them; else, or not known, 0."""
+        found = self.written.found
+        if found is None or found.right is None or len(found.classes) < 2 or len(found.right) < LEAST:
+            return 0
+        count = len(found.classes)
+        return count if tail(len(found.right), int(found.right.sum()), 1 / count) >= LEVEL else 0
 
     def record(self) -> dict[str, Any]:
         """The entries of the run record."""
@@ -334,6 +343,9 @@ def summarize(
         headline = f"{evaluated.metric} on {where}: {before.value:{form}}{unit}, as before: nothing moved"
         return Outcome("nothing moved", f"{headline}; {zero}; try {other}", advice)
     change = evaluated.better(before, after)
+    if change > 0 and (guessed := evaluated.guessed):
+        said = f"no better than a guess among {guessed} classes"
+        return Outcome("no clear change", f"{what}: {said}{alone}", GUESSED)
     safer = "" if rule == "safe" or scale == 0 else "--scale safe, "
     words: dict[int, tuple[Word, str]] = {
         1: ("gain", "the transfer helped"),
@@ -346,6 +358,10 @@ def summarize(
 
 NOTHING = f"Keep the old model: no strength of this change helps the target. {MORE} may, or fine-tuning."
 GIVEN = "Leave the scale to the samples, or give one above 0: nothing was added to the target."
+GUESSED = (
+    "Do not use the output: check --head, and that the classes of the data are those of the fine-tune, in its order; "
+    "else keep the old model."
+)
 UNKNOWN = "Evaluate the output before you use it: tuneport evaluate needs data with a labelled test split."
 
 

@@ -4,8 +4,8 @@ Checks catch swapped and foreign inputs before any work: is this a fine-tune of 
 fine-tune changes the weights of its base by a few percent of their norm. The weights of another base have nothing in
 common with them: the difference is larger than their norm, and takes them away. On labelled samples a fine-tune is
 better than its base. It is refused where it is clearly worse (a sign test) than a base that is better than a guess, and
-where it is neither clearly better than its base nor better than a guess: a head or classes in another order. With fewer
-than `LEAST` samples the second is chance.
+where it is no better than a guess: a head or classes in another order. With fewer than `LEAST` samples the second is
+chance.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..config import MeasureConfig
 from ..data.dataset import align_labels
 from ..data.draws import DEFAULT_SAMPLES
 from ..errors import CheckpointError, TuneportError
-from ..measure.chance import LEVEL, direction, tail
+from ..measure.chance import LEAST, LEVEL, direction, tail
 from ..measure.measurement import Calibration
 from ..measure.objectives import TokenLoss
 from ..measure.samples import DatasetSamples
@@ -59,7 +59,6 @@ from .scale import ScaleChoice
 
 LEAST_LEFT = 0.5  # of the weights of the base in a fine-tune: their coefficient in it
 LAYERS = 16  # in which that is measured
-LEAST = 100  # samples from which a guess can be told from skill
 GO_ON = "or pass `accept_unlikely=True`"
 
 
@@ -232,11 +231,19 @@ def _by_classes(
     base, tuned = (each.argmax(-1) == labels for each in scores)
     counts = int(base.sum()), int(tuned.sum())
     if not accept:
-        _check_right(source, base, tuned, len(head.classes))
+        check_right(source, base, tuned, len(head.classes))
     return InputCheck(size, len(samples), "accuracy", *counts, scores=(scores[0], scores[1]))
 
 
-def _check_right(source: Model, base: NDArray[np.bool_], tuned: NDArray[np.bool_], classes: int) -> None:
+def check_right(source: Model, base: NDArray[np.bool_], tuned: NDArray[np.bool_], classes: int) -> None:
+    """Refuse a fine-tune that is right on so few samples that it cannot be one for these labels.
+
+    Args:
+        source: its base.
+        base: which samples the base has right.
+        tuned: which samples the fine-tune has right.
+        classes: of the head.
+    """
     count, right = len(tuned), int(tuned.sum())
     better = direction(int((tuned & ~base).sum()), int((base & ~tuned).sum()))
     found = f"the fine-tuned source is right on {right} of {count} samples"
@@ -246,7 +253,7 @@ def _check_right(source: Model, base: NDArray[np.bool_], tuned: NDArray[np.bool_
             f"{found} and its base {source.name} on {int(base.sum())}: the two may be swapped, or the data are of "
             f"another task. Check `source`, `finetuned` and `data`, {GO_ON}."
         )
-    if count >= LEAST and better < 1 and not skilled[1]:
+    if count >= LEAST and not skilled[1]:
         raise CheckpointError(
             f"{found}, no more than a guess among {classes} classes: check `head`, and that the classes of the data "
             f"are in the order of the fine-tune, {GO_ON}."
