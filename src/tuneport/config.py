@@ -494,8 +494,9 @@ class TransferConfig(MeasureConfig):
     overwrite: bool = OVERWRITE()
     resume: bool = RESUME()
     save_every: float = SAVE_EVERY()
+    verbose: bool = option(False, help="Also print how it was made.", group=OUTPUT, control=True, recorded=False)
     fail_on_harm: bool = option(
-        False, help="Exit with code 3 if the test split shows harm.", group=MACHINE, control=True
+        False, help="Exit with code 3 if the test split shows harm.", group=MACHINE, control=True, listed=False
     )
 
     def check(self) -> None:

@@ -90,7 +90,7 @@ def test_what_moved_is_on_the_terminal_and_the_card(run: Run, place: Path) -> No
     for model, name in ((old, "old"), (tuned, "tuned"), (new, "new")):
         texts.write(place / name, model, texts.bert_tokenizer())
     words = ["--source", place / "old", "--finetuned", place / "tuned", "--target", place / "new"]
-    done = run("transfer", "--scale=1", *words, "--data", rows(place / "r.jsonl"), "--out", place / "out")
+    done = run("transfer", "--scale=1", *words, "--data", rows(place / "r.jsonl"), "--verbose", "--out", place / "out")
     assert done.code == 0, done.err
     line = re.search(r"moved +([\d.]+ % of the change \(squared norm\); left behind: .*)", done.out)
     assert line is not None, done.out

@@ -31,8 +31,8 @@ def followed(run: Run, done: Done) -> list[str]:
             assert next_one.code == 0, f"{line}: {next_one.err}"
             first.append(words[0])
         else:
-            assert (program, words[0]) == ("python", "-c")
-            found = run_program(*words[1:])
+            assert program == "python"
+            found = run_program("import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')", *words)
             assert found.code == 0, f"{line}: {found.err}"
             first.append("python")
     return first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import (
@@ -19,7 +20,7 @@ from ..config import (
 )
 from ..errors import TuneportError
 from .terminal import Bar, emit_json, note, say, show
-from .transfer import next_commands
+from .transfer import print_next
 
 if TYPE_CHECKING:
     from ..measure.accuracy import Evaluation
@@ -65,17 +66,17 @@ def merge(inputs: MergeInputs, config: MergeConfig, json: bool) -> None:
 def distill(inputs: DistillInputs, config: DistillConfig, json: bool) -> None:
     """Let a fine-tuned model teach another one, without labels, and write the student."""
     from ..pipeline.distill import distill_to_folder
-    from ..report.summary import distilled_words
+    from ..report.summary import distilled_words, written_words
 
     with Bar("distilling") as events:
         record = distill_to_folder(inputs, config, events)
     if json:
         emit_json(record)
         return
+    say(written_words(record))
     say(f"{distilled_words(record['distilled'])}, in {record['seconds']:.1f} s")
-    say(f"written to {inputs.out}, report in report.html")
-    for command in next_commands(record):
-        say(f"next: {command}")
+    say(f"report: {Path(record['out'], 'report.html')}")
+    print_next(record)
 
 
 def evaluate(inputs: EvaluateInputs, config: EvaluateConfig, json: bool) -> None:

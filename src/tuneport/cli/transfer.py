@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -27,16 +28,17 @@ def transfer(inputs: TransferInputs, config: TransferConfig, json: bool) -> None
     if json:
         emit_json(record)
     else:
-        _print_result(record)
-        for command in next_commands(record):
-            say(f"next: {command}")
+        _print_result(record, config.verbose)
+        print_next(record)
     if config.fail_on_harm and record["outcome"] == "harm":
         raise typer.Exit(HARM)
 
 
-def _print_result(record: Mapping[str, Any]) -> None:
-    from ..report.summary import score_rows, score_words, summary_rows
+def _print_result(record: Mapping[str, Any], verbose: bool) -> None:
+    """Print what there is now, how good it is, how sure that is, what to do; with `verbose`, also how it was made."""
+    from ..report.summary import score_rows, score_words, summary_rows, written_words
 
+    say(written_words(record))
     say(record["headline"])
     if scores := score_rows(record):
         width = max(len(label) for label, _ in scores)
@@ -44,27 +46,25 @@ def _print_result(record: Mapping[str, Any]) -> None:
             say(f"  {label:<{width}}  {text}")
         say(f"  {score_words(record)}")
     say(record["recommendation"])
-    for label, text in summary_rows(record):
-        say(f"{label:<12} {as_options(text)}")
-    if record["scale"]:
-        print_kept(record)
-    say(f"written to {record['out']}" + ("" if record["as"] == "task-vector" else ", report in report.html"))
+    if verbose:
+        for label, text in summary_rows(record):
+            say(f"{label:<12} {as_options(text)}")
+        if record["scale"]:
+            print_kept(record)
+    if record["as"] != "task-vector":
+        say(f"report: {Path(record['out'], 'report.html')}")
 
 
-def next_commands(record: Mapping[str, Any]) -> list[str]:
-    """Commands that work on an output: its evaluation if the data allow it, and what loads an adapter."""
+def print_next(record: Mapping[str, Any]) -> None:
+    """Print commands that work on an output: its evaluation if the data allow it, and what loads an adapter."""
+    from ..outputs.adapter import LOADER
     from ..report.summary import data_reference, evaluate_command
 
-    found, out, place = [], record["out"], data_reference(record)
+    out, place = record["out"], data_reference(record)
     if "protocol" in record["data"] and place:
-        found.append(evaluate_command(record, out, place))
-    if loader := record.get("adapter", {}).get("loader"):
-        found.append(
-            shlex.join(
-                ["python", "-c", f"import peft; peft.{loader['name']}.from_pretrained({out!r}{loader['options']})"]
-            )
-        )
-    return found
+        say(f"next: {evaluate_command(record, out, place)}")
+    if record.get("adapter", {}).get("loader"):
+        say(f"next: {shlex.join(['python', str(Path(out, LOADER))])}")
 
 
 def print_kept(record: Mapping[str, Any]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..config import TransferInputs, UpgradeConfig
 from .terminal import Bar, emit_json, say, show
+from .transfer import print_next
 
 
 def upgrade(inputs: TransferInputs, config: UpgradeConfig, json: bool) -> None:
@@ -18,12 +20,13 @@ def upgrade(inputs: TransferInputs, config: UpgradeConfig, json: bool) -> None:
     if json:
         emit_json(record)
         return
+    out = record["out"]
+    say("nothing was written" if out is None else f"written to {out}")
     say(record["decision"])
     print_routes(record)
-    if record["out"] is None:
-        say("nothing was written")
-    else:
-        say(f"written to {record['out']}, report in report.html, samples to look at in disagreements.jsonl")
+    if out is not None:
+        say(f"report: {Path(out, 'report.html')}; samples to look at: {Path(out, 'disagreements.jsonl')}")
+        print_next(record)
 
 
 def print_routes(record: Mapping[str, Any]) -> None:

@@ -43,6 +43,19 @@ LOADERS = {  # of peft, by task
 }
 
 
+LOADER = "load.py"
+LOAD = '''"""Open this adapter with its base, by peft."""
+
+from pathlib import Path
+
+import peft
+
+model = peft.{name}.from_pretrained(str(Path(__file__).resolve().parent){options})
+if __name__ == "__main__":
+    print(type(model.get_base_model()).__name__, "with the adapter in", Path(__file__).resolve().parent)
+'''
+
+
 @dataclass(frozen=True)
 class AdapterOutput(Output):
     """The change as a LoRA of a form."""
@@ -83,7 +96,8 @@ class AdapterOutput(Output):
         packed = self.packed(update)
         with new_folder(out, overwrite=overwrite) as folder:
             write_adapter(folder, packed.adapter)
-            return write_texts(folder, _with_adapter(record, update, packed), update.target.library, texts)
+            more = {**(texts or {}), **({LOADER: LOAD.format(**loader)} if (loader := _loader(update)) else {})}
+            return write_texts(folder, _with_adapter(record, update, packed), update.target.library, more)
 
     def read_record(self, out: Path) -> Any:
         return read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)
@@ -125,18 +139,18 @@ def _with_adapter(record: Record, update: Update, packed: Packed) -> dict[str, A
         "layers": [layer for layer in record["layers"] if weights.get(layer["target"]) not in packed.kept],
         "not_transported": [*record["not_transported"], *kept],
         "base_fingerprint": weights_fingerprint(target.tensors),
-        "adapter": {**adapter_entry(packed), **_loader(update)},
+        "adapter": {**adapter_entry(packed), **({"loader": loader} if (loader := _loader(update)) else {})},
         **(account(update.parts, packed.kept) if update.parts else {}),
     }
 
 
-def _loader(update: Update) -> dict[str, Any]:
+def _loader(update: Update) -> dict[str, str]:
     """The call of peft that opens the adapter with its base, if the base is a folder of transformers."""
     target = update.target
     if target.library != "transformers" or target.folder is None or not Path(target.name).is_dir():
         return {}
     name, options = loader_of(target, update.task_type)
-    return {"loader": {"name": name, "options": options}}
+    return {"name": name, "options": options}
 
 
 def adapter_facts(target: Model, wanted: str | None) -> dict[str, Any]:

@@ -67,6 +67,26 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
     return [*rows, ("time", f"{record['seconds']:.1f} s{more}")]
 
 
+STATES = {  # what an output is worth, by its outcome
+    "gain": "better than the target was",
+    "harm": "nothing useful was written: it is worse than the target was",
+    "no clear change": "nothing useful was written, as far as the samples tell",
+    "nothing moved": "nothing useful was written: it is the target as it was",
+    "not measured": "how good it is was not measured",
+}
+
+
+def written_words(record: Record) -> str:
+    """What a run has written, and what it is worth."""
+    rank = record.get("adapter", {}).get("rank")
+    kinds = {"adapter": f"an adapter of rank {rank}", "task-vector": "a task vector"}
+    kind = (
+        f"{kinds.get(record['as'], 'a model')} for {record['target']['name']}" if record["as"] != "model" else "a model"
+    )
+    state = STATES.get(record.get("outcome", ""))
+    return f"written to {record['out']}: {kind}{'' if state is None else f'; {state}'}"
+
+
 def _changed_words(record: Record) -> str:
     """What the target's files have changed by, and what stays."""
     if record["scale"]:
