@@ -133,13 +133,13 @@ class TestEqualTerms:
 
     def test_one_capture_serves_all_methods(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[int] = []
-        plain = solve.measure
+        plain = cells.measure
 
         def counted(measurement: Any, **options: Any) -> Statistics:
             calls.append(len(measurement.samples))
             return plain(measurement, **options)
 
-        monkeypatch.setattr(solve, "measure", counted)
+        monkeypatch.setattr(cells, "measure", counted)
         found = run_comparison(comparison_of(settings | {"steps": [], "methods": ["gradfix", "theseus", "bico"]}))
         assert found.about["captures"] == 2  # one for each seed
         assert sum(calls) == 2 * 24  # every sample passes once per seed
