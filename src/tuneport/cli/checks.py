@@ -32,11 +32,12 @@ METHODS = (
     "output_only",
     "gradient_only",
     "naive",
+    "cross-lora",
     "transfusion",
     "gradfix",
     "gradfix_mean",
 )
-WITHOUT_DATA = ("naive", "transfusion")
+WITHOUT_DATA = ("naive", "cross-lora", "transfusion")
 SAMPLERS = ("random", "class_balanced")
 LOSSES = ("classification", "contrastive", "causal", "seq2seq")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "npu", "meta")

@@ -7,6 +7,7 @@ from ..pairing import Kept
 from .base import LayerRecord, Method, Problem, Transfer
 from .bilinear import BilinearAlignment
 from .checks import check_method
+from .cross_lora import CrossLora
 from .entries import Entries
 from .gradfix import GradFix
 from .transfusion import TransFusion
@@ -38,6 +39,7 @@ METHODS: dict[str, Method] = {
     "naive": BilinearAlignment(
         None, None, moves_loose=True, summary="add the task vector as it is, zero-padded or cropped; needs no data"
     ),
+    "cross-lora": CrossLora(summary="match the singular vectors of the base weights; needs no data"),
     "transfusion": TransFusion(summary="permute the source's units to match the target's weights; same architecture"),
     "gradfix": GradFix(summary="keep the entries that agree with the target's gradient signs; same architecture"),
     "gradfix_mean": GradFix("mean", summary="gradfix with the sign of the mean gradient, not a majority of samples"),
@@ -65,6 +67,7 @@ def name_of(method: Method) -> str:
 __all__ = [
     "METHODS",
     "BilinearAlignment",
+    "CrossLora",
     "Entries",
     "GradFix",
     "Kept",

@@ -62,11 +62,11 @@ class BilinearAlignment(Method):
             R_in = align_in.map if align_in else pair.input_map
             R_out = align_out.map if align_out else pair.output_map
             tau = matrix_of(pair.source, problem.task_vector[pair.source.weight])
-            moved = _transport(tau, R_out, R_in, (pair.target.out_features, pair.target.in_features))
+            moved = transport(tau, R_out, R_in, (pair.target.out_features, pair.target.in_features))
             entries.put(pair.target, moved.to(tau.device, torch.float32))
             bias = bias_of(pair, problem.task_vector)
             if bias is not None:
-                carried = _carry(bias.double(), R_out, pair.target.out_features, 0)
+                carried = carry(bias.double(), R_out, pair.target.out_features, 0)
                 entries.put_bias(pair.target, carried.to(bias.device))
             evidence = _evidence("in", align_in, min(pair.source.in_features, pair.target.in_features))
             evidence |= _evidence("out", align_out, min(pair.source.out_features, pair.target.out_features))
@@ -98,15 +98,15 @@ def _evidence(side: str, found: Alignment | None, width: int) -> dict[str, Any]:
     return {f"rank_{side}": found.rank, f"residual_{side}": found.residual, f"spectrum_{side}": spectrum}
 
 
-def _transport(tau: Entry, R_out: Map, R_in: Map, shape: tuple[int, int]) -> Entry:
+def transport(tau: Entry, R_out: Map, R_in: Map, shape: tuple[int, int]) -> Entry:
     """R_out^T tau R_in (eq. 8), in float64; each factor of a low-rank tau moves on its own side."""
     if isinstance(tau, LowRank):
         B, A = tau.out_factor.double(), tau.in_factor.double()
-        return LowRank(_carry(B, R_out, shape[0], 0), _carry(A, R_in, shape[1], 1))
-    return _carry(_carry(tau.double(), R_out, shape[0], 0), R_in, shape[1], 1)
+        return LowRank(carry(B, R_out, shape[0], 0), carry(A, R_in, shape[1], 1))
+    return carry(carry(tau.double(), R_out, shape[0], 0), R_in, shape[1], 1)
 
 
-def _carry(tau: Tensor, R: Map, width: int, axis: int) -> Tensor:
+def carry(tau: Tensor, R: Map, width: int, axis: int) -> Tensor:
     """Change one axis of tau to target coordinates: contract with R, on the device of a solved map, or pad and crop."""
     if R is None:
         return _resize(tau, axis, width)

@@ -1,0 +1,92 @@
+"""Cross-LoRA: from the singular vectors of the source's base weights to those of the target's, without data.
+
+With `W_A = U_A S_A V_A^T` and `W_B = U_B S_B V_B^T`, both cut at rank r, the linear map of least norm that takes U_A to
+U_B is `P_out = U_B U_A^T` (`argmin ||P U_A - U_B||_F`), the one for inputs `P_in = V_B V_A^T`. An update moves as
+`P_out tau P_in^T`: its part inside the source's directions, written in the target's. A low-rank update keeps its rank.
+
+The sign of a pair of singular vectors is arbitrary. Here the largest entry of the left one is positive, which units in
+another order do not change. So a target with permuted units is matched, and a rotated one only up to these signs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layers import Layer
+from ..maps.completion import CoordinateMap
+from ..types import Signal
+from .base import Method, Problem, Transfer
+from .bilinear import Map, carry, transport
+from .entries import Entries, bias_of, keep_layer, matrix_of, record_of
+
+CUT = 1e-10  # squares of singular values up to this, relative to the largest, count as zero
+
+
+@dataclass(frozen=True)
+class CrossLora(Method):
+    """Move updates between the leading singular directions of the two base weights; `rank` is the most of these."""
+
+    rank: int = 320
+    summary: str = ""
+
+    keeps_rank = True
+    by_layer = True
+    signals = frozenset[Signal]()
+
+    def transfer(self, problem: Problem) -> Transfer:
+        entries = Entries()
+        records, kept = [], []
+        for pair in problem.plan.pairs:
+            U_A, V_A = self._directions(pair.source, problem.source_weights)
+            U_B, V_B = self._directions(pair.target, problem.target_weights)
+            rank = min(U_A.shape[1], U_B.shape[1])
+            if not rank:
+                kept += keep_layer(pair.target, "a base weight of this layer is zero")
+                continue
+            tau = matrix_of(pair.source, problem.task_vector[pair.source.weight])
+            R_in: Map = pair.input_map  # set where both models share a space
+            R_out: Map = pair.output_map
+            if R_in is None:
+                R_in = CoordinateMap(V_A[:, :rank], V_B[:, :rank].to(V_A.device))
+            if R_out is None:
+                R_out = CoordinateMap(U_A[:, :rank], U_B[:, :rank].to(U_A.device))
+            moved = transport(tau, R_out, R_in, (pair.target.out_features, pair.target.in_features))
+            entries.put(pair.target, moved.to(tau.device, torch.float32))
+            bias = bias_of(pair, problem.task_vector)
+            if bias is not None:
+                carried = carry(bias.double(), R_out, pair.target.out_features, 0)
+                entries.put_bias(pair.target, carried.to(bias.device))
+            records.append(record_of(pair, tau, moved))
+        return Transfer(entries.task_vector(), tuple(records), tuple(kept))
+
+    def _directions(self, layer: Layer, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the leading singular vectors (d_out, r) and (d_in, r) of a layer's weight, in float64."""
+        return leading_directions(layer.matrix(weights[layer.weight].detach()).double(), self.rank)
+
+
+def leading_directions(W: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return at most `rank` singular vectors of W, (m, r) and (n, r), by the eigenvectors of the smaller Gram matrix.
+
+    >>> left, right = leading_directions(torch.diag(torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64)), 3)
+    >>> left.T.tolist()
+    [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    """
+    if W.shape[0] > W.shape[1]:
+        right, left = _decompose(W.T, rank)
+    else:
+        left, right = _decompose(W, rank)
+    signs = left.gather(0, left.abs().argmax(0, keepdim=True)).sign()
+    return left * signs, right * signs
+
+
+def _decompose(W: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Singular vectors of W (m, n) with m <= n, the largest first, with arbitrary signs."""
+    squares, left = torch.linalg.eigh(W @ W.T)
+    squares, left = squares.flip(0)[:rank], left.flip(1)[:, :rank]
+    count = int((squares > CUT * squares[0].clamp(min=0)).sum()) if len(squares) else 0
+    left = left[:, :count]
+    return left, W.T @ left / squares[:count].sqrt()
