@@ -22,11 +22,13 @@ PAIRS = (
     "qwen-coder-0.5b>qwen-coder-1.5b",
     "smollm2-135m>tinyllama-1.1b",
 )
-ONCE = ("old", "target", "all-data")  # arms without a draw
+ONCE = ("old", "target", "all-data", "cross-lora")  # arms without a draw
 ARMS = (
     *ONCE,
     "few-shot@100",
     "copy@100",
+    "theseus@100",
+    "bico@100",
     "port@100",
     "distill@100",
     "distill@500",

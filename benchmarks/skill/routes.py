@@ -12,6 +12,7 @@ from benchmarks.skill.cells import Cell, Sample, Task
 
 ROUTES = {"copy": ("copy",), "port": ("port",), "distill": ("distill",), "synthetic": ("synthetic",), "upgrade": None}
 DESCRIBED = ("synthetic", "upgrade")  # routes that are told the sentence about the texts
+CLOSED_FORMS = ("cross-lora", "theseus", "bico")  # methods of `transfer`, at scale 1
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Inputs:
 def take(
     cell: Cell, task: Task, samples: Sequence[Sample], inputs: Inputs, out: Path, steps: int | None
 ) -> dict[str, Any]:
-    """Let tuneport upgrade by one route, or by the one that it chooses, and write the LoRA to `out`.
+    """Let tuneport upgrade by one route, or by the one that it chooses, or transfer, and write the LoRA to `out`.
 
     Args:
         cell: the arm and the draw.
@@ -44,14 +45,19 @@ def take(
     import tuneport
 
     data = write_samples(task, samples, out.with_suffix(".jsonl")) if samples else None
-    options: dict[str, Any] = {"seed": cell.draw, "device": inputs.device, "dtype": inputs.dtype, "as_": "adapter"}
+    models = str(inputs.source), str(inputs.adapter), str(inputs.target)
+    options: dict[str, Any] = {"device": inputs.device, "dtype": inputs.dtype, "as_": "adapter", "seed": cell.draw or 0}
+    if cell.arm in CLOSED_FORMS:
+        more = {"samples": len(samples)} if samples else {}
+        tuneport.transfer(*models, data, method=cell.arm, scale=1.0, **more, **options).save(out)
+        return {"method": cell.arm, "scale": 1.0}
     if (routes := ROUTES[cell.arm]) is not None:
         options["routes"] = routes
     if cell.arm in DESCRIBED:
         options["describe"] = task.describe
     if steps is not None:
         options["steps"] = steps
-    found = tuneport.upgrade(str(inputs.source), str(inputs.adapter), str(inputs.target), data, **options)
+    found = tuneport.upgrade(*models, data, **options)
     if found.chosen is not None:
         found.save(out)
     return {

@@ -281,3 +281,16 @@ def test_what_tuneport_writes_is_scored_by_plain_peft(models: Path, tmp_path: Pa
     assert [row["name"] for row in found["routes"]] == ["old", "target", "copy"]
     model.load(tmp_path / "new")
     assert model.bits(passages) == pytest.approx(after, rel=1e-5)
+
+
+def test_a_closed_form_needs_no_samples_and_is_loaded_by_plain_peft(models: Path, tmp_path: Path) -> None:
+    model = LanguageModel(models / "small", "cpu")
+    model.train([Sample("", text) for text in SENTENCES], Schedule(10, 1e-2, 8))
+    model.save(tmp_path / "old")
+    inputs = Inputs(models / "small", tmp_path / "old", models / "large", "cpu", "float32")
+    cell = Cell(PAIR, "trec6", "cross-lora", None, None)
+    take(cell, TASKS["trec6"], [], inputs, tmp_path / "new", None)
+    target, passages = LanguageModel(models / "large", "cpu"), [Sample("", SENTENCES[0])]
+    before = target.bits(passages)
+    target.load(tmp_path / "new")
+    assert target.bits(passages) != pytest.approx(before, rel=1e-6)
