@@ -701,6 +701,7 @@ class MergeConfig(Config):
     rule: Literal["sum", "ties", "dare", "dare-ties"] = option("sum", help="How changes are combined.", metavar="RULE")
     density: float = option(0.2, help="Share of entries that ties and dare keep.")
     seed: int = option(0, help="Seed of the entries that dare keeps.", least=0, most=2**31 - 1)
+    exclude: Sequence[str] = EXCLUDE(group=OUTPUT)
     as_: OutputFormat = option("task-vector", **AS)
     rank: int | None = RANK()
     energy: float | None = ENERGY()

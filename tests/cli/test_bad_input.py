@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -179,6 +181,16 @@ class TestBadInput:
     def test_a_plan_says_the_same(self, run: Run, zoo: Zoo, tmp_path: Path, case: str) -> None:
         change, words = BAD[case]
         assert_refused(run("plan", *options(zoo, **change(Scene(zoo, tmp_path))), "--json"), 1, *words)
+
+    def test_the_advice_on_tensors_works(self, run: Run, zoo: Zoo, tmp_path: Path) -> None:
+        tuned = other_shapes(zoo, tmp_path)
+        for words in (["plan", *options(zoo, finetuned=tuned)], ["extract", zoo["clip_vision-base"], tuned, "-o"]):
+            out = [tmp_path / "tau.safetensors"] if words[0] == "extract" else []
+            refused = run(*words, *out)
+            advice = re.search(r"Exclude them with (--exclude .*)\.$", refused.err.strip())
+            assert advice is not None, refused.err
+            done = run(*words, *out, *shlex.split(advice[1]))
+            assert done.code == 0, done.err
 
     def test_an_existing_output(self, run: Run, zoo: Zoo, place: Path) -> None:
         (place / "out").mkdir()

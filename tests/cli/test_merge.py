@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from builders import texts
 from builders.commands import Run, assert_refused, options
 from builders.folders import SMALL, Zoo, build, perturb
 from builders.loras import adapted, saved
@@ -162,3 +165,57 @@ def test_task_vectors_that_name_no_base_are_compared_with_each_other(run: Run, p
     done = run("merge", taus[0], taus[2], *out)
     assert done.code == 0, done.err
     assert "bare.safetensors does not say which base it changes" in done.err
+
+
+@pytest.fixture
+def classifiers(place: Path) -> Path:
+    """A bare encoder, the same with a head, two fine-tunes with different heads, and an adapter of each."""
+    base = texts.make("bert", num_labels=3)
+    texts.write(place / "bare", base.bert, texts.bert_tokenizer())
+    texts.write(place / "headed", base, texts.bert_tokenizer())
+    for seed, (name, labels) in enumerate({"two": 2, "three": 3, "also": 3}.items()):
+        model = texts.make("bert", num_labels=labels)
+        model.bert.load_state_dict(base.bert.state_dict())
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if "query" in key or "classifier" in key:
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+        texts.write(place / name, model, texts.bert_tokenizer())
+        bare = transformers.BertForSequenceClassification.from_pretrained(place / "bare", num_labels=labels)
+        saved(adapted(bare, target_modules=["query"], task_type="SEQ_CLS"), place / f"lora-{name}")
+    return place
+
+
+@pytest.mark.parametrize("base", ["bare", "headed"])
+def test_the_advice_on_classifiers_works(run: Run, classifiers: Path, base: str) -> None:
+    words = ["merge", classifiers / "two", classifiers / "three", "--base", classifiers / base, "--as", "model"]
+    refused = run(*words, "--out", classifiers / "both")
+    assert_refused(refused, 1, "Exclude them with --exclude")
+    advice = re.search(r"with (--exclude .*)\.$", refused.err.strip())
+    assert advice is not None
+    done = run(*words, *shlex.split(advice[1]), "--out", classifiers / "both")
+    assert done.code == 0, done.err
+    model = transformers.AutoModel.from_pretrained(classifiers / "both")
+    tuned = [transformers.AutoModel.from_pretrained(classifiers / name) for name in ("two", "three", "bare")]
+    first, second, old = (dict(each.named_parameters()) for each in tuned)
+    for key, parameter in model.named_parameters():
+        if "query" in key:
+            torch.testing.assert_close(parameter, first[key] + second[key] - old[key], atol=1e-6, rtol=1e-5)
+
+
+def test_heads_are_not_dropped_or_added_in_silence(run: Run, classifiers: Path) -> None:
+    loras = [classifiers / "lora-two", classifiers / "lora-three"]
+    done = run("merge", *loras, "--base", classifiers / "bare", "--as", "model", "--out", classifiers / "a")
+    assert done.code == 0, done.err
+    assert f"the heads of {loras[0]}, {loras[1]} are left out" in done.err
+    models = ["merge", classifiers / "three", classifiers / "also", "--base", classifiers / "headed", "--as", "model"]
+    done = run(*models, "--out", classifiers / "b")
+    assert done.code == 0, done.err
+    assert "classifier.weight is the sum of 2 heads" in done.err
+    advice = re.search(r"leave them out with (--exclude \S+)", done.err)
+    assert advice is not None
+    done = run(*models, *shlex.split(advice[1]), "--out", classifiers / "c")
+    assert (done.code, done.err) == (0, "")
+    head, own = (load_file(classifiers / name / "model.safetensors")["classifier.weight"] for name in ("c", "headed"))
+    assert torch.equal(head, own)

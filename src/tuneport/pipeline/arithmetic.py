@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import ApplyConfig, ExtractConfig, MergeConfig
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_of
 from ..io.checkpoint import open_checkpoint
 from ..io.companions import companion_bytes, copy_companions
 from ..io.fingerprint import same_fingerprints, same_weights, weights_fingerprint
@@ -40,6 +40,7 @@ from ..task_vectors.lora_read import task_vector_of, transposed_weights
 from ..task_vectors.merge import merge as merge_vectors
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 from ..types import Events
+from .heads import is_head
 from .inputs import GO_ON, LEAST_LEFT, relation
 
 
@@ -194,7 +195,7 @@ def merge(
     base = base or next((found for item in items if (found := stated_base(item))), None)
     if base is None and (config.as_ != "task-vector" or not all(map(is_task_vector, items))):
         raise CheckpointError("the base that was fine-tuned is not known: pass it as `base`.")
-    changes = [_change_in_files(item, base) for item in items]
+    changes = [_change_in_files(item, base, config.exclude) for item in items]
     if not config.accept_unlikely:
         _check_one_base(items, changes, base)
     vector = merge_vectors(changes, config.weights, rule=config.rule, density=config.density, seed=config.seed)
@@ -211,7 +212,8 @@ def merge(
         **({} if base is None else {"base": base_identity(local(base))}),
         **made_by(),
     }
-    if notes := [f"{item} does not say which base it changes" for item in items if not _known_base(item)]:
+    notes = [f"{item} does not say which base it changes" for item in items if not _known_base(item)]
+    if notes := notes + _head_notes(items, changes):
         record["notes"] = notes
         for note in notes:
             (events or Events()).note(note)
@@ -227,12 +229,29 @@ def merge(
     return record
 
 
-def _change_in_files(item: Path, base: str | Path | None) -> TaskVector:
-    """The change of a fine-tune under the names in the base's files."""
-    if is_task_vector(item):
-        return load_task_vector(item)
-    assert base is not None
-    return _extract(base, item, ())
+def _change_in_files(item: Path, base: str | Path | None, exclude: Sequence[str]) -> TaskVector:
+    """The change of a fine-tune under the names in the base's files, without the tensors of `exclude`."""
+    if not is_task_vector(item):
+        assert base is not None
+        return _extract(base, item, exclude)
+    vector = load_task_vector(item)
+    return vector.subset(name for name in vector if not any(fnmatchcase(name, glob) for glob in exclude))
+
+
+def _head_notes(items: Sequence[Path], changes: Sequence[TaskVector]) -> list[str]:
+    """Notes on heads: of adapters, that the base has no place for; of several fine-tunes, that are in one place."""
+    notes, adapters = [], [item for item in items if is_adapter(item)]
+    heads = {str(item): [name for name in open_adapter(item).tensors if is_head(name)] for item in adapters}
+    kept = {name for change in changes for name in change if is_head(name)}
+    if lost := [name for name, own in heads.items() if own and not kept]:
+        notes.append(f"the heads of {first_of(lost)} are left out: the base has no place for them")
+    for name in sorted(kept):
+        count = sum(name in change and change.changes(name) for change in changes)
+        if count > 1:
+            module = name.rpartition(".")[0]
+            way = f'leave them out with `exclude=["{module}.*"]`'
+            notes.append(f"{name} is the sum of {count} heads: if they are of different tasks, {way}")
+    return notes
 
 
 def _check_one_base(items: Sequence[Path], changes: Sequence[TaskVector], base: str | Path | None) -> None:

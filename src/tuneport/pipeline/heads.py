@@ -44,14 +44,18 @@ TASK_TYPES = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}  # of peft
 _HEAD = re.compile(r"(classifier|score|head|classification_head)(\.modules_to_save)?(\.out_proj)?\.weight")
 
 
+def is_head(name: str) -> bool:
+    """Whether this is the name of the weight of a classification layer, in a model or in an adapter."""
+    return _HEAD.fullmatch(name.removeprefix(PREFIX)) is not None
+
+
 def labelling_by(finetuned: Finetuned, source: Model) -> Labelling | None:
     """What the classification layer of a fine-tune decides; that of its source where the fine-tune says nothing."""
     if isinstance(finetuned, TaskVector) or (isinstance(finetuned, (str, Path)) and Path(finetuned).is_file()):
         return source.labelling
     if not isinstance(finetuned, Adapter):
         return labelling_of(finetuned)
-    layers = (key for key in finetuned.tensors if _HEAD.fullmatch(key.removeprefix(PREFIX)))
-    rows = [describe(finetuned.tensors, key).shape[0] for key in layers]
+    rows = [describe(finetuned.tensors, key).shape[0] for key in finetuned.tensors if is_head(key)]
     if not rows or (source.labelling is not None and len(source.classes) == rows[-1]):
         return source.labelling
     task = "image" if source.kind == "image" else TASK_TYPES.get(finetuned.task_type or "", "sequence")
