@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 
 from builders.commands import COMMANDS, Run
-from tuneport import __version__
+from tuneport import __version__, cli
 from tuneport.cli.terminal import show
 from tuneport.methods import METHODS
 
@@ -57,12 +60,12 @@ assert not heavy, heavy
         done = run(name, "-h")
         assert (done.code, done.err) == (0, "")
         assert "Usage" in done.out
-        assert f"Example: tuneport {name}" in " ".join(done.out.split())
+        assert f"tuneport {name}" in done.out.partition("╭")[0]
 
     def test_required_and_usual_options_of_a_transfer_fit_a_small_terminal(
         self, run: Run, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """80 columns and 24 lines; all panels are short."""
+        """80 columns and 29 lines with three calls; all panels are short."""
         monkeypatch.setenv("COLUMNS", "80")
         lines = run("transfer", "--help").out.splitlines()
         panels: dict[str, list[str]] = {}
@@ -73,13 +76,30 @@ assert not heavy, heavy
             elif found := re.match(r"│[ *]{1,4}(--[a-z-]+)", line):
                 panels[name].append(found[1])
             elif line.startswith("╰") and name == "Usual options":
-                assert number <= 24
+                assert number <= 29
         assert list(panels)[:2] == ["Options", "Usual options"]
         assert {"--source", "--finetuned", "--target", "--data", "--out"} < set(panels["Options"])
         assert {"--method", "--samples", "--scale", "--as", "--json"} < set(panels["Usual options"])
         assert max(map(len, panels.values())) <= 8
         assert sum(map(len, panels.values())) <= 32
         assert max(map(len, lines)) <= 80
+
+    def test_three_commands_come_first(self, run: Run) -> None:
+        names = re.findall(r"^│ ([a-z]+)  ", run("--help").out, re.MULTILINE)
+        assert names[:3] == ["upgrade", "plan", "evaluate"]
+        assert sorted(names) == sorted(COMMANDS)
+
+    @pytest.mark.parametrize("run_command", cli.COMMANDS, ids=lambda command: command.__name__)
+    def test_the_usual_calls_can_be_read(self, run_command: Any) -> None:
+        """Every call has options that the command knows, and all that it requires."""
+        calls, name = cli.COMMANDS[run_command][2], run_command.__name__
+        program = typer.main.get_command(cli.app)
+        assert len(calls) == (2 if name == "methods" else 3)
+        for call in calls:
+            first, *words = shlex.split(call.replace("...", calls[0]))
+            assert first == name
+            assert program.commands[name].make_context(name, words).params  # type: ignore[attr-defined]
+            assert len(f"tuneport {call}") <= 78
 
     def test_version(self, run: Run) -> None:
         done = run("--version")

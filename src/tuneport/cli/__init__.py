@@ -7,6 +7,7 @@ Results go to stdout (`--json`: one JSON object and nothing else), progress to s
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 from functools import cache
@@ -65,6 +66,14 @@ class Commands(TyperGroup):
             tell("interrupted; no partial output remains")
             sys.exit(128 + getattr(stop, "signal", signal.SIGINT))
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All parameters; those that install the completion of a shell are not listed."""
+        params = super().get_params(ctx)
+        for param in params:
+            if param.name in ("install_completion", "show_completion"):
+                param.hidden = True  # type: ignore[attr-defined]
+        return params
+
 
 app = typer.Typer(
     name="tuneport",
@@ -77,25 +86,55 @@ app = typer.Typer(
 )
 DEBUG = False
 
-LONG = "--source old-base --finetuned old-base-cars --target new-base"
+FIRST, MORE = "Start with these", "More commands"
+PORT = "--source OLD --finetuned LORA --target NEW --data D"
 
-# In the order of the help: the function, its inputs, its options, and a usual call.
-COMMANDS: dict[Run, tuple[type[Declared] | None, type[Config], str]] = {
-    upgrade: (TransferInputs, UpgradeConfig, f"upgrade {LONG} --data cars/ --out new-cars"),
-    transfer: (TransferInputs, TransferConfig, f"transfer {LONG} --data cars/ --out new-cars"),
-    plan: (PlanInputs, PlanConfig, f"plan {LONG} --data cars/"),
+# In the order of the help: the function, its inputs, its options, and its usual calls; "..." is the first call.
+COMMANDS: dict[Run, tuple[type[Declared] | None, type[Config], tuple[str, ...]]] = {
+    upgrade: (
+        TransferInputs,
+        UpgradeConfig,
+        (f"upgrade {PORT} --out OUT", "... --as adapter --rank 16", "... --routes copy,port --time 10m"),
+    ),
+    plan: (PlanInputs, PlanConfig, (f"plan {PORT}", "... --layers", "... --shapes-only --memory-budget 24GiB")),
+    evaluate: (
+        EvaluateInputs,
+        EvaluateConfig,
+        ("evaluate OUT --data D", "evaluate OLD NEW OUT --data D --by-class", "evaluate ADAPTER --base NEW --data D"),
+    ),
+    transfer: (
+        TransferInputs,
+        TransferConfig,
+        (f"transfer {PORT} --out O", "... --as adapter --rank 16", "... --scale safe --evaluate"),
+    ),
     distill: (
         DistillInputs,
         DistillConfig,
-        "distill --finetuned old-cars --target new-base --data photos/ --out new-cars",
+        ("distill --finetuned TUNED --target NEW --data D --out OUT", "... --lora 16", "... --steps 1000 --resume"),
     ),
-    evaluate: (EvaluateInputs, EvaluateConfig, "evaluate new-cars --data cars/ --head cars"),
-    extract: (ExtractInputs, ExtractConfig, "extract old-base old-cars -o cars.safetensors"),
-    apply: (ApplyInputs, ApplyConfig, "apply cars.safetensors old-base -o old-cars --scale 0.7"),
-    merge: (MergeInputs, MergeConfig, "merge cars.safetensors birds.safetensors --base old-base --as model -o both"),
-    methods: (None, Config, "methods"),
-    demo: (DemoInputs, DemoConfig, "demo"),
+    extract: (
+        ExtractInputs,
+        ExtractConfig,
+        ("extract OLD TUNED -o tau.safetensors", "... --exclude 'classifier.*'", "... --overwrite"),
+    ),
+    apply: (
+        ApplyInputs,
+        ApplyConfig,
+        ("apply tau.safetensors OLD -o OUT", "... --scale 0.7", "... --scale -1"),
+    ),
+    merge: (
+        MergeInputs,
+        MergeConfig,
+        (
+            "merge ONE TWO --base OLD --as model -o BOTH",
+            "... --rule ties --density 0.2",
+            "... --weights 1,0.5 --exclude 'classifier.*'",
+        ),
+    ),
+    methods: (None, Config, ("methods", "methods --json")),
+    demo: (DemoInputs, DemoConfig, ("demo", "demo --out FOLDER", "demo --overwrite --seed 1")),
 }
+START = (upgrade, plan, evaluate)
 
 
 def check(inputs: Declared | None, config: Config) -> None:
@@ -105,8 +144,10 @@ def check(inputs: Declared | None, config: Config) -> None:
     check_command(inputs, config)
 
 
-for run, (inputs, config, example) in COMMANDS.items():
-    app.command(epilog=f"Example: tuneport {example}")(command(run, inputs, config, check))
+for run, (inputs, config, calls) in COMMANDS.items():
+    lines = "\n".join(call if call.startswith("...") else f"tuneport {call}" for call in calls)
+    shown = f"{inspect.getdoc(run)}\n\n\b\n{lines}"
+    app.command(help=shown, rich_help_panel=FIRST if run in START else MORE)(command(run, inputs, config, check))
 
 
 @cache
