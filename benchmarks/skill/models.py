@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,7 @@ class LanguageModel:
         """The likeliest continuation of each prompt, token by token, to the end of its line."""
         rows = [self._tokens(prompt) for prompt in prompts]
         order = sorted(range(len(rows)), key=lambda at: len(rows[at]))
-        ends, texts = self._ends(), [""] * len(rows)
+        texts = [""] * len(rows)
         for at in range(0, len(order), ROWS):
             part = order[at : at + ROWS]
             ids, mask = self.batch([rows[index] for index in part])
@@ -188,14 +189,15 @@ class LanguageModel:
                 temperature=None,
                 top_p=None,
                 top_k=None,
-                eos_token_id=ends,
+                eos_token_id=self.ends,
                 pad_token_id=self.padding,
             )
             for index, tokens in zip(part, written[:, ids.shape[1] :], strict=True):
                 texts[index] = self.tokenizer.decode(tokens, skip_special_tokens=True).split("\n")[0].strip()
         return texts
 
-    def _ends(self) -> list[int]:
+    @cached_property
+    def ends(self) -> list[int]:
         """The tokens that end a line or a text."""
         size = len(self.tokenizer)
         texts = self.tokenizer.batch_decode([[token] for token in range(size)])

@@ -114,7 +114,7 @@ def test_written_answers_are_the_likeliest_tokens_to_the_end_of_the_line(models:
         expected.append(model.tokenizer.decode(tokens[first:], skip_special_tokens=True).split("\n")[0].strip())
     assert model.write(prompts, 8) == expected
     assert len(set(expected)) > 1
-    ends = {model.tokenizer.decode([token]) for token in model._ends()}
+    ends = {model.tokenizer.decode([token]) for token in model.ends}
     assert "\n" in ends
     assert "a" not in ends
 
