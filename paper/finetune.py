@@ -213,8 +213,10 @@ def run_training(
     """
     out, model, schedule = Path(out), training.model, training.schedule
     stops = range(checkpoint_every, schedule.steps + 1, checkpoint_every) if checkpoint_every else range(0)
-    size = companion_bytes(model.folder) + sum(describe(model.tensors, name).nbytes for name in model.tensors)
-    inputs = [] if model.folder is None or looks_like_hub_id(model.name) else [model.folder]
+    size = companion_bytes(model.weights.folder) + sum(
+        describe(model.weights.tensors, name).nbytes for name in model.weights.tensors
+    )
+    inputs = [] if model.weights.folder is None or looks_like_hub_id(model.name) else [model.weights.folder]
     check_new_folder(out, overwrite, needed_bytes=(1 + len(stops)) * size, inputs=inputs)
     started = time.perf_counter()
     losses: list[Tensor] = []
@@ -250,15 +252,15 @@ def run_training(
 
 def write_model(model: Model, module: nn.Module, folder: Path) -> None:
     """Write the weights of a trained copy in the layout and dtypes of the model's files, and copy the companions."""
-    copy_companions(model.folder, folder)
-    live = {model.file_names[name]: parameter for name, parameter in module.named_parameters()}
+    copy_companions(model.weights.folder, folder)
+    live = {model.weights.file_names[name]: parameter for name, parameter in module.named_parameters()}
 
     def stored(name: str) -> Tensor:
         if name not in live:
-            return model.tensors[name]
-        return live[name].detach().to("cpu", describe(model.tensors, name).dtype).contiguous()
+            return model.weights.tensors[name]
+        return live[name].detach().to("cpu", describe(model.weights.tensors, name).dtype).contiguous()
 
-    model.write(folder, {name: stored(name) for name in model.tensors})
+    model.weights.write(folder, {name: stored(name) for name in model.weights.tensors})
 
 
 def batch_reader(

@@ -173,8 +173,8 @@ def main() -> None:
     tuned = {}
     for name, model in opened.items():
         assert model.reader is not None
-        assert model.folder is not None
-        module = AutoModelForCausalLM.from_pretrained(model.folder).to(options.device)
+        assert model.weights.folder is not None
+        module = AutoModelForCausalLM.from_pretrained(model.weights.folder).to(options.device)
         train(module, stream(model.reader.tokenizer, plays), options.tune, 2e-4, options.device)
         tuned[name] = module
     rows = run(options, opened, tuned, plays, held)
@@ -263,8 +263,8 @@ def run(
             drawn = data.subset(setup.about["data"]["indices"])
             add(name, "LoRA fine-tuning on the same passages", tuned_lora(target, drawn, seed), seed=seed)
             assert target.reader is not None
-            assert target.folder is not None
-            module = AutoModelForCausalLM.from_pretrained(target.folder).to(options.device)
+            assert target.weights.folder is not None
+            module = AutoModelForCausalLM.from_pretrained(target.weights.folder).to(options.device)
             seen = [data.inputs[index] for index in setup.about["data"]["indices"]]
             train(module, stream(target.reader.tokenizer, seen), 50, 2e-4, options.device, batch=32, seed=seed)
             add(name, "fine-tuning on the same passages, 50 steps", target.with_module(module), seed=seed)

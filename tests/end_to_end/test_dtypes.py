@@ -48,7 +48,7 @@ class TestEveryFamily:
     def test_runs_in_bfloat16_and_reads_its_files_as_they_are(self, zoo: Zoo, family: str) -> None:
         model, exact = (open_model(zoo[f"{family}-target"], dtype=dtype) for dtype in (BF16, torch.float32))
         assert {parameter.dtype for parameter in model.module.parameters()} == {BF16}
-        assert {model.tensors[name].dtype for name in model.tensors} == {torch.float32}
+        assert {model.weights.tensors[name].dtype for name in model.weights.tensors} == {torch.float32}
         data = read_data(zoo.data, "test")
         images = model.inputs(model.encode(list(data.inputs[:2])))
         assert images["pixel_values"].dtype == BF16
@@ -72,8 +72,8 @@ class TestEveryFamily:
         assert coarse.record["resolved"]["dtype"] == "bfloat16"
         before = load_file(trio[2] / "model.safetensors")
         after = load_file(coarse.save(tmp_path / "out") / "model.safetensors")
-        names = {coarse.target.file_names[name]: name for name in coarse.task_vector}
-        head = {coarse.target.file_names[name] for name in coarse.target.head}  # fitted, and written whole
+        names = {coarse.target.weights.file_names[name]: name for name in coarse.task_vector}
+        head = {coarse.target.weights.file_names[name] for name in coarse.target.head}  # fitted, and written whole
         for file, tensor in after.items():
             assert tensor.dtype == torch.float32
             if file in head:

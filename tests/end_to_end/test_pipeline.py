@@ -74,7 +74,7 @@ class TestEveryCrossing:
         self, zoo: Zoo, source: str, target: str, result: Result
     ) -> None:
         assert result.record["source"]["name"] == f"{source}-base"
-        names = result.target.file_names
+        names = result.target.weights.file_names
         moved = {names[name] for name in result.task_vector}
         kept = [item.tensor for item in result.not_transported]
         stored = load_file(zoo[f"{target}-target"] / "model.safetensors")

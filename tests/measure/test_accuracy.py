@@ -20,7 +20,7 @@ from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
 from tuneport.measure.accuracy import compute_features, encode_batches, linear_probe, zero_shot
 from tuneport.measure.language import perplexity
-from tuneport.models.base import Model, describe_any
+from tuneport.models.base import Model, Weights, describe_any
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
 
@@ -40,10 +40,7 @@ def points_model(width: int = 2) -> Model:
     return Model(
         name="points",
         module=module,
-        tensors={},
-        file_names={},
-        layers=(),
-        loose=(),
+        weights=Weights({}),
         kind="image",
         encode=lambda samples: {"input": torch.tensor(np.stack(samples), dtype=torch.float32)},
         features=lambda m, batch: m(**batch),

@@ -39,9 +39,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def nats(model: Model, text: str, start: str = "") -> tuple[float, float, int, int]:
     """The loss of a text after `start`, also without special tokens, its tokens and characters, by transformers."""
-    assert model.folder is not None
-    tokenizer = AutoTokenizer.from_pretrained(model.folder)
-    plain = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval()
+    assert model.weights.folder is not None
+    tokenizer = AutoTokenizer.from_pretrained(model.weights.folder)
+    plain = AutoModelForCausalLM.from_pretrained(model.weights.folder, dtype=torch.float32).eval()
     found = tokenizer(start + text, return_tensors="pt", return_offsets_mapping=True)
     with torch.no_grad():
         shares = plain(input_ids=found["input_ids"]).logits.double().log_softmax(-1)[0]

@@ -480,7 +480,7 @@ class TestPerplexity:
     def test_perplexity_on_the_command_line(self, models: dict[str, Model], tmp_path: Path) -> None:
         rows = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in SENTENCES])
         model = models["llama"]
-        command = ["evaluate", str(model.folder), "--data", str(rows), "--protocol", "perplexity", "--json"]
+        command = ["evaluate", str(model.weights.folder), "--data", str(rows), "--protocol", "perplexity", "--json"]
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
         record = json.loads(done.stdout)

@@ -131,7 +131,7 @@ def test_no_tensor_is_added_in_the_order_of_the_source(family: str) -> None:
             )
         else:
             kept.add(name)
-    assert {result.target.file_names[name] for name in kept} == {item.tensor for item in result.not_transported}
+    assert {result.target.weights.file_names[name] for name in kept} == {item.tensor for item in result.not_transported}
     assert kept == {name for name in before if name.endswith(KEPT.get(family, ("nothing",)))}
 
 

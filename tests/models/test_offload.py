@@ -156,11 +156,11 @@ def storage_bytes(model: Model) -> int:
 
 def test_an_outline_has_no_storage_and_reads_weights_when_it_runs(folders: dict[str, Path]) -> None:
     model, whole = outline_model(folders["qwen"]), open_model(folders["qwen"])
-    assert model.offloaded
-    assert not whole.offloaded
+    assert model.weights.offloaded
+    assert not whole.weights.offloaded
     assert storage_bytes(model) < 1000
     assert [layer.name for layer in model.layers] == [layer.name for layer in whole.layers]
-    assert model.file_names == whole.file_names
+    assert model.weights.file_names == whole.weights.file_names
     paths = block_paths(model.layers)
     batch = texts(4)[0]
     with placed(model.module, Placement(CPU, paths, frozenset(paths), model.parameters())), torch.no_grad():
@@ -237,7 +237,7 @@ def test_tied_embeddings_within_a_budget(tmp_path: Path) -> None:
     assert outline.lm_head.weight is outline.model.embed_tokens.weight
     folders = {kind: tmp_path / kind for kind in kinds}
     whole, found = result(folders)[0], result(folders, BUDGET)[0]
-    assert found.target.offloaded
+    assert found.target.weights.offloaded
     for name in whole.task_vector:
         assert torch.equal(found.task_vector.dense(name), whole.task_vector.dense(name))
 
@@ -284,7 +284,7 @@ def test_a_larger_budget_keeps_more_blocks_on_the_device(folders: dict[str, Path
         max_tokens=16,
         device="cpu",
     )
-    assert all(model.offloaded for model in (job.source, job.target))
+    assert all(model.weights.offloaded for model in (job.source, job.target))
     least = planned(job, BUDGET)
     some = planned(job, 10 * 10**6)
     every = planned(job, 10**9)
@@ -298,7 +298,7 @@ def test_a_larger_budget_keeps_more_blocks_on_the_device(folders: dict[str, Path
 def test_methods_without_statistics_leave_large_models_offloaded(folders: dict[str, Path]) -> None:
     change = change_of(decoder("llama"))
     small = prepare(folders["llama"], change, folders["qwen"], signals="naive", memory_budget=2 * 10**6, device="cpu")
-    assert small.target.offloaded
+    assert small.target.weights.offloaded
     found = run(small, "naive")
     whole = run(prepare(folders["llama"], change, folders["qwen"], signals="naive", device="cpu"), "naive")
     for name in whole.task_vector:
@@ -372,7 +372,7 @@ def test_a_plan_needs_no_weights(tmp_path: Path, folders: dict[str, Path]) -> No
     nbytes = [Forecast.of(each).statistics_bytes(each.plan.pairs) for each in (shapes, real.measurement)]
     assert nbytes[0] == nbytes[1]  # as with weights and data
     with pytest.raises(CheckpointError, match=r"old has no weights, so model\.norm\.weight cannot be read"):
-        shapes.source.tensors["model.norm.weight"]
+        shapes.source.weights.tensors["model.norm.weight"]
     error = estimate_shapes(source, source, PlanConfig.of(memory_budget=1000))["plans"][0]
     assert "is too small" in error["error"]
 
@@ -451,7 +451,7 @@ def test_an_offloaded_tower_has_the_logit_scale_of_its_files(zoo: Zoo, family: s
         if not (tmp_path / "warm" / file.name).exists():
             shutil.copy(file, tmp_path / "warm" / file.name)
     outline = outline_model(tmp_path / "warm")
-    assert outline.offloaded
+    assert outline.weights.offloaded
     assert outline.logit_scale == pytest.approx(open_model(tmp_path / "warm").logit_scale)
     assert outline.logit_scale == pytest.approx(math.exp(2.3), rel=1e-6)
 
@@ -460,7 +460,7 @@ def test_an_offloaded_tower_has_the_logit_scale_of_its_files(zoo: Zoo, family: s
 def test_towers_with_text_give_the_same_bits_within_a_budget(zoo: Zoo, family: str, budget: int) -> None:
     trio, options = zoo.trio(family), {"samples": 8, "device": "cpu"}
     tight = prepare(*trio, zoo.data, memory_budget=budget, **options)
-    assert tight.target.offloaded
+    assert tight.target.weights.offloaded
     plain = prepare(*trio, zoo.data, signals=SCORED, memory_budget=budget, **options)
     with pytest.raises(TuneportError, match="a scale is chosen on whole models"):
         run(plain, "naive", scale="auto")

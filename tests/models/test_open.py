@@ -72,23 +72,25 @@ class TestOpening:
         assert all(torch.equal(tensor, expected[name]) for name, tensor in model.module.state_dict().items())
         assert not model.module.training
         assert model.kind == "image"
-        assert model.folder == zoo[f"{family}-base"]
+        assert model.weights.folder == zoo[f"{family}-base"]
 
     def test_file_names_map_live_parameters_to_equal_stored_tensors(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-base"])
         stored = load_file(zoo[f"{family}-base"] / "model.safetensors")
-        assert set(model.file_names) == {name for name, _ in model.module.named_parameters()}
-        assert sorted(model.file_names.values()) == sorted(stored), "each tensor of the file has one live parameter"
+        assert set(model.weights.file_names) == {name for name, _ in model.module.named_parameters()}
+        assert sorted(model.weights.file_names.values()) == sorted(stored), (
+            "each tensor of the file has one live parameter"
+        )
         for name, parameter in model.module.named_parameters():
-            assert torch.equal(parameter, stored[model.file_names[name]]), name
+            assert torch.equal(parameter, stored[model.weights.file_names[name]]), name
 
     def test_layers_loose_and_outside_partition_the_parameters(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-base"])
         owned = {layer.weight for layer in model.layers} | {layer.bias for layer in model.layers if layer.bias}
         loose = {part.name for part in model.loose}
         parts = [owned, loose, set(model.outside)]
-        assert set.union(*parts) == set(model.file_names)
-        assert sum(map(len, parts)) == len(model.file_names)
+        assert set.union(*parts) == set(model.weights.file_names)
+        assert sum(map(len, parts)) == len(model.weights.file_names)
 
     def test_the_layers_are_the_linear_modules_of_the_image_tower(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-base"])
@@ -131,9 +133,11 @@ class TestOpening:
         assert live.layers == opened.layers
         assert live.loose == opened.loose
         assert live.outside == opened.outside
-        assert live.file_names == opened.file_names
-        assert set(live.tensors) == set(opened.tensors)
-        assert all(torch.equal(live.tensors[name], opened.tensors[name]) for name in opened.tensors)
+        assert live.weights.file_names == opened.weights.file_names
+        assert set(live.weights.tensors) == set(opened.weights.tensors)
+        assert all(
+            torch.equal(live.weights.tensors[name], opened.weights.tensors[name]) for name in opened.weights.tensors
+        )
 
 
 def test_encode_equals_a_computation_by_hand_without_resizing(zoo: Zoo) -> None:
@@ -147,7 +151,7 @@ def test_encode_equals_a_computation_by_hand_without_resizing(zoo: Zoo) -> None:
 
 
 def test_vit_has_other_names_in_its_files(zoo: Zoo) -> None:
-    names = open_model(zoo["vit-base"]).file_names
+    names = open_model(zoo["vit-base"]).weights.file_names
     renamed = {live: stored for live, stored in names.items() if live != stored}
     assert renamed, "this family is here because its names differ"
     assert names["vit.layers.1.attention.q_proj.weight"] == "vit.encoder.layer.1.attention.attention.query.weight"
@@ -160,9 +164,9 @@ def test_shards_and_half_precision_open_as_the_same_model(zoo: Zoo, tmp_path: Pa
     assert (folder / "model.safetensors.index.json").is_file()
     model, whole = open_model(folder), open_model(zoo["clip_vision-target16"])
     assert {parameter.dtype for parameter in model.module.parameters()} == {torch.float32}
-    assert {tensor.dtype for tensor in model.tensors.values()} == {torch.float16}
-    assert set(model.tensors) == set(whole.tensors)
-    assert all(torch.equal(model.tensors[name], whole.tensors[name]) for name in whole.tensors)
+    assert {tensor.dtype for tensor in model.weights.tensors.values()} == {torch.float16}
+    assert set(model.weights.tensors) == set(whole.weights.tensors)
+    assert all(torch.equal(model.weights.tensors[name], whole.weights.tensors[name]) for name in whole.weights.tensors)
 
 
 def test_features_equal_those_of_the_library(zoo: Zoo) -> None:
@@ -478,7 +482,7 @@ def test_a_module_that_no_family_knows() -> None:
     assert model.layers == describe_any(module).layers
     assert [layer.weight for layer in model.layers] == ["0.weight", "2.weight"]
     assert {part.name for part in model.loose} == {"1.weight", "1.bias"}
-    assert model.file_names == {name: name for name, _ in module.named_parameters()}
+    assert model.weights.file_names == {name: name for name, _ in module.named_parameters()}
     assert (model.encode, model.features, model.logits, model.layout) == (None, None, None, None)
 
 

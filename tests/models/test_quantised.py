@@ -39,7 +39,7 @@ def test_a_quantised_target_is_measured_dequantised(name: str, tmp_path: Path) -
     wanted = module.dequantize(torch.float32).model.layers[1].mlp.up_proj.weight
     opened = open_model(packed)
     assert torch.equal(opened.module.model.layers[1].mlp.up_proj.weight, wanted)
-    assert {tensor.dtype for tensor in opened.tensors.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in opened.weights.tensors.values()} == {torch.bfloat16}
     source = write(tmp_path / "source", make("llama", SOURCE, **MORE), gpt_tokenizer())
     tuned = make("llama", SOURCE, **MORE)
     with torch.no_grad():

@@ -315,11 +315,11 @@ def test_round_trip_through_save_pretrained(family: str, dtype: torch.dtype, tmp
     assert type(loaded).__name__ == FAMILIES[family].kind
     before = load_file(tmp_path / "target" / "model.safetensors")
     for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, wanted[result.target.file_names[name]].float()), name
-    moved = {result.target.file_names[layer.weight] for layer in result.target.layers}
+        assert torch.equal(parameter, wanted[result.target.weights.file_names[name]].float()), name
+    moved = {result.target.weights.file_names[layer.weight] for layer in result.target.layers}
     assert {name for name in stored if not torch.equal(stored[name], before[name])} >= moved
     kept = {item.tensor for item in result.not_transported}
-    assert kept == set(stored) - {result.target.file_names[name] for name in result.task_vector}
+    assert kept == set(stored) - {result.target.weights.file_names[name] for name in result.task_vector}
     assert all(torch.equal(stored[name], before[name]) for name in kept)
     if FAMILIES[family].tied:
         assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
@@ -402,12 +402,12 @@ class TestHeads:
         edit_weights(tmp_path / "base", lambda t: [t.pop(name) for name in list(t) if not name.startswith("bert.")])
         model = open_model(tmp_path / "base")
         assert type(model.module).__name__ == "BertModel"
-        assert set(model.file_names.values()) == set(load_file(tmp_path / "base" / "model.safetensors"))
+        assert set(model.weights.file_names.values()) == set(load_file(tmp_path / "base" / "model.safetensors"))
         out = transfer(tmp_path / "base", moved_folder(tmp_path), tmp_path / "base", method="naive").save(
             tmp_path / "out"
         )
         again = open_model(out)
-        assert set(again.tensors) == set(model.tensors)
+        assert set(again.weights.tensors) == set(model.weights.tensors)
 
     @pytest.mark.parametrize(
         ("base", "tuned"),
@@ -440,7 +440,7 @@ class TestHeads:
             wanted = moved[name.removeprefix(prefix)] - shared[name.removeprefix(prefix)]
             assert torch.equal(job.task_vector.dense(name), wanted), name
         extracted = extract(*folders[:2], exclude=["*cls.*", "*classifier.*", "*pooler.*"])
-        stored = {job.source.file_names[name]: name for name in job.task_vector}
+        stored = {job.source.weights.file_names[name]: name for name in job.task_vector}
         assert set(extracted) == set(stored)
         assert all(torch.equal(extracted.dense(file), job.task_vector.dense(name)) for file, name in stored.items())
 

@@ -82,7 +82,7 @@ def test_one_step_equals_adamw(setting: tuple[Model, Head, Dataset]) -> None:
     """Against PyTorch, written down plainly: a set smaller than a batch is taken whole."""
     model, head, data = setting
     found = state(last(model, head, data, Schedule(steps=1, learning_rate=1e-3)))
-    other = open_model(str(model.folder), device=CPU)
+    other = open_model(str(model.weights.folder), device=CPU)
     inputs, labels = prepared(other, align_labels(data, head.classes))
     module = other.module.train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1)

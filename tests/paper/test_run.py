@@ -256,7 +256,7 @@ class TestEqualTerms:
         run_comparison(comparison_of(settings | {"seeds": [0]}))
         assert opened
         for model in opened:
-            fresh = plain(str(model.folder), device=torch.device("cpu")).module.state_dict()
+            fresh = plain(str(model.weights.folder), device=torch.device("cpu")).module.state_dict()
             assert all(torch.equal(tensor, fresh[name]) for name, tensor in model.module.state_dict().items())
 
 

@@ -183,4 +183,6 @@ class TestRefused:
         job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=2)
         head = choose_head(job.source, None, data)
         with pytest.raises(TuneportError, match="labelling samples needs whole models in memory"):
-            scores_by(replace(job.source, offloaded=True), job.task_vector, head, data)
+            scores_by(
+                replace(job.source, weights=replace(job.source.weights, offloaded=True)), job.task_vector, head, data
+            )

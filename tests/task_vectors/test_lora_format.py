@@ -243,7 +243,7 @@ def test_low_rank_results_apply_like_dense_results(tmp_path: Path) -> None:
     vector = load_task_vector(tmp_path / "tau.safetensors")
     assert isinstance(vector["vision_model.embeddings.patch_embedding.weight"], LowRank)
     tensors = result.tensors()
-    for name, tensor in vector.apply_to(result.target.tensors).items():
+    for name, tensor in vector.apply_to(result.target.weights.tensors).items():
         assert torch.equal(tensor, tensors[name])
     module = result.apply()
     out = result.save(tmp_path / "model")
@@ -364,7 +364,7 @@ def test_extract_where_live_names_differ_from_file_names(zoo: Zoo, tmp_path: Pat
     tuned = adapted(model, target_modules=["q_proj"], modules_to_save=["classifier"])
     folder = saved(tuned, tmp_path / "lora")
     vector = arithmetic.extract(base, folder)
-    names = HuggingFace().describe(model).file_names
+    names = HuggingFace().describe(model).weights.file_names
     assert set(vector) <= set(names.values())
     assert_same(
         vector.rename({stored: live for live, stored in names.items() if stored in vector}),

@@ -145,7 +145,7 @@ def test_file_names_of_modules(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     base = vit()
-    names = describe_module(base).file_names
+    names = describe_module(base).weights.file_names
     folder = saved(adapted(base, target_modules=["q_proj", "fc1"]), tmp_path / "lora")
     expected = TaskVector(dict(read(folder, base)))
     file = folder / "adapter_model.safetensors"

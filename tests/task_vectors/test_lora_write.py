@@ -70,7 +70,7 @@ def test_adapters_of_every_family_load(family: str, zoo: Zoo, tmp_path: Path) ->
     assert record["options"]["energy"] == 1.0
     homeless = no_place(result.target.module, result.task_vector)
     stays = {item["tensor"] for item in record["not_transported"]}
-    assert {result.target.file_names[name] for name in homeless} <= stays
+    assert {result.target.weights.file_names[name] for name in homeless} <= stays
     vector = result.task_vector.subset(name for name in result.task_vector if name not in homeless)
     expected = dict(vector.apply_to(dict(result.target.module.named_parameters())))
     loaded = peft.PeftModel.from_pretrained(copy.deepcopy(result.target.module), out).merge_and_unload()

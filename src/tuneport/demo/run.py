@@ -130,8 +130,10 @@ def mirrored_digits() -> dict[str, NDArray[Any]]:
 def save_finetuned(model: Model, module: nn.Module, folder: Path) -> None:
     """Write a folder like the base's, with other weights."""
     folder.mkdir()
-    tensors = {model.file_names[name]: tensor.detach().contiguous() for name, tensor in module.named_parameters()}
+    tensors = {
+        model.weights.file_names[name]: tensor.detach().contiguous() for name, tensor in module.named_parameters()
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    copy_companions(model.folder, folder)
+    copy_companions(model.weights.folder, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2), encoding="utf-8")

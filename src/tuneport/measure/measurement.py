@@ -116,7 +116,7 @@ class Measurement:
     def needs_placement(self) -> bool:
         """True if a model is not on the device that it will run on."""
         kind = None if self.limits.device is None else self.limits.device.type
-        return any(model.offloaded or kind not in (None, model.device.type) for model in self.models)
+        return any(model.weights.offloaded or kind not in (None, model.device.type) for model in self.models)
 
     @property
     def samples_at_once(self) -> int | None:

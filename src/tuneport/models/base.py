@@ -60,16 +60,36 @@ class Labelling:
 
 
 @dataclass(frozen=True, eq=False)
+class Weights:
+    """The stored weights of a model, and how others are written in their place.
+
+    Args:
+        tensors: by their names in the files, read on access.
+        file_names: names of `module.named_parameters()` -> names in the files; empty if no module is built.
+        folder: the model's folder, for files that are copied along.
+        write: writes tensors to a new folder in the layout of the library, with the configuration if no other
+            file of the folder holds it.
+        library: the hub's name of the library.
+        offloaded: the weights stay in the files, and the parameters of the module are placeholders without storage.
+    """
+
+    tensors: Mapping[str, Tensor]
+    file_names: Mapping[str, str] = field(default_factory=dict)
+    folder: Path | None = None
+    write: Write = write_checkpoint
+    library: str | None = None
+    offloaded: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class Model:
     """A model with everything a transfer needs to know of it. A field is None if the model has no such thing.
 
     Args:
         name: what the user calls the model; used in messages.
-        tensors: the stored weights by their names in the files, read on access.
-        file_names: names of `module.named_parameters()` -> names in the files.
+        weights: its stored weights.
         layers: the layers that a transfer can move.
         loose: the tensors outside layers that it can move: norms, biases, embeddings.
-        folder: the model's folder, for files that are copied along.
         kind: "image" or "text", what the model reads.
         classes: class names of its classification layer.
         task: what that layer labels, if it can be made again: "image", "sequence" or "token".
@@ -95,19 +115,13 @@ class Model:
         embed_texts: texts -> vectors to compare with `features`, by its text tower or as a sentence encoder.
         logit_scale: factor of the cosines between features and class embeddings.
         outside: parameters that stay as they are -> the reason.
-        write: writes tensors to a new folder in the layout of the library, with the configuration if no other
-            file of the folder holds it.
-        library: the hub's name of the library.
-        offloaded: the weights stay in the files, and the parameters of `module` are placeholders without storage.
     """
 
     name: str
     module: nn.Module
-    tensors: Mapping[str, Tensor]
-    file_names: Mapping[str, str]
-    layers: tuple[Layer, ...]
-    loose: tuple[LooseTensor, ...]
-    folder: Path | None = None
+    weights: Weights
+    layers: tuple[Layer, ...] = ()
+    loose: tuple[LooseTensor, ...] = ()
     kind: str | None = None
     classes: tuple[str, ...] = ()
     task: str = ""
@@ -130,9 +144,6 @@ class Model:
     logit_scale: float = 1.0
     width: int | None = None
     outside: Mapping[str, str] = field(default_factory=dict)
-    write: Write = write_checkpoint
-    library: str | None = None
-    offloaded: bool = False
 
     def __repr__(self) -> str:
         return f"Model({self.name}: {type(self.module).__name__}, {len(self.layers)} layers)"
@@ -140,7 +151,7 @@ class Model:
     @property
     def unreadable(self) -> str:
         """The error text for a model without `encode`."""
-        if self.kind == "text" and self.folder is not None:
+        if self.kind == "text" and self.weights.folder is not None:
             return f"{self.name} has no tokenizer in its folder: copy its files (tokenizer.json) from the original."
         return f"{self.name} cannot read raw samples; pass batches and loss=, or a model folder."
 
@@ -195,15 +206,18 @@ class Model:
 
     def parameters(self) -> Mapping[str, Tensor]:
         """The parameters by their live names: those of the module, or those in the files if the model is offloaded."""
-        return self.stored_parameters() if self.offloaded else dict(self.module.named_parameters())
+        return self.stored_parameters() if self.weights.offloaded else dict(self.module.named_parameters())
 
     def stored_parameters(self) -> Mapping[str, Tensor]:
         """The parameters by their live names, with the values and dtypes of the files."""
-        return renamed(self.tensors, {live: file for live, file in self.file_names.items() if file in self.tensors})
+        return renamed(
+            self.weights.tensors,
+            {live: file for live, file in self.weights.file_names.items() if file in self.weights.tensors},
+        )
 
     def require_in_memory(self, what: str, instead: str) -> None:
         """Raise if the model is offloaded: `what` needs it whole in memory, and `instead` says what to do."""
-        if self.offloaded:
+        if self.weights.offloaded:
             large = f"{self.name} is larger than `memory_budget`"
             raise TuneportError(f"{what} needs whole models in memory, and {large}: {instead}.")
 
@@ -214,7 +228,9 @@ class Model:
 
     def matches(self, name: str, patterns: Sequence[str]) -> bool:
         """Whether the live name of a parameter, or its name in the files, matches one of the patterns."""
-        return any(fnmatchcase(known, glob) for known in (name, self.file_names.get(name, name)) for glob in patterns)
+        return any(
+            fnmatchcase(known, glob) for known in (name, self.weights.file_names.get(name, name)) for glob in patterns
+        )
 
     def with_head(self, head: Mapping[str, Tensor], *, rounded: bool = True) -> Model:
         """The same model with other values of the parameters of its head; everything else is shared.
@@ -223,11 +239,12 @@ class Model:
         """
         module = self.module
         for name, tensor in head.items():
-            dtype = describe(self.tensors, self.file_names[name]).dtype if rounded else tensor.dtype
+            dtype = describe(self.weights.tensors, self.weights.file_names[name]).dtype if rounded else tensor.dtype
             module = _with_parameter(module, name.split("."), tensor.to(dtype))
-        files = {self.file_names[name]: tensor for name, tensor in head.items()}
-        names = {name: name for name in self.tensors if name not in files}
-        return replace(self, module=module, tensors=HeadedTensors(self.tensors, names, files))
+        files = {self.weights.file_names[name]: tensor for name, tensor in head.items()}
+        names = {name: name for name in self.weights.tensors if name not in files}
+        tensors = HeadedTensors(self.weights.tensors, names, files)
+        return replace(self, module=module, weights=replace(self.weights, tensors=tensors))
 
     def cut_at(self, max_length: int | None) -> Model:
         """The same model reading texts up to `max_length` tokens, or up to its own limit."""
@@ -251,7 +268,7 @@ class Model:
 
     def with_module(self, module: nn.Module) -> Model:
         """The same model with other weights, in memory."""
-        return replace(self, module=module, offloaded=False)
+        return replace(self, module=module, weights=replace(self.weights, offloaded=False))
 
 
 ModelLike = Model | nn.Module | str | Path  # what a user may give as a model
@@ -291,15 +308,6 @@ class HeadedTensors(LazyTensors):
         self.files: tuple[Path, ...] = getattr(stored, "files", ())
 
 
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """The files of a model that is not built: tensors read on access, and the writer of its library's layout."""
-
-    tensors: Mapping[str, Tensor]
-    folder: Path | None = None
-    write: Write = write_checkpoint
-
-
 class Family(ABC):
     """A model library: the references that it can open and the live modules that it knows."""
 
@@ -311,10 +319,9 @@ class Family(ABC):
     def open(self, reference: str, *, device: torch.device, trust_remote_code: bool, dtype: torch.dtype) -> Model:
         """Load the model in evaluation mode, to run in `dtype`; its `tensors` keep the dtypes of the files."""
 
-    def stored(self, reference: str) -> Stored:
-        """The model's files. Override it if the family can find them without building the model."""
-        model = self.open(reference, device=torch.device("cpu"), trust_remote_code=False, dtype=torch.float32)
-        return Stored(model.tensors, model.folder, model.write)
+    def stored(self, reference: str) -> Weights:
+        """The model's weights. Override it if the family can find them without building the model."""
+        return self.open(reference, device=torch.device("cpu"), trust_remote_code=False, dtype=torch.float32).weights
 
     def outline(self, reference: str, *, dtype: torch.dtype, weights: bool = True) -> Model:
         """Open the model offloaded; without `weights` its weight files need not exist."""
@@ -330,8 +337,8 @@ class Family(ABC):
         """The model with a classification layer for these classes: its own if it knows them, else a fresh one."""
         del labelling, trust_remote_code
         raise CheckpointError(
-            f"{model.name} cannot have a classification layer: {model.library} has no class for it. Give another "
-            'target, or `head_fit="none"`.'
+            f"{model.name} cannot have a classification layer: {model.weights.library} has no class for it. Give "
+            'another target, or `head_fit="none"`.'
         )
 
     @abstractmethod
@@ -348,8 +355,8 @@ def describe_any(module: nn.Module) -> Model:
     layers = find_layers(module)
     loose = find_loose(module, layers)
     names = {name: name for name, _ in module.named_parameters()}
-    write = writer_with_config(module)
-    return Model(type(module).__name__, module, live_tensors(module), names, layers, loose, write=write)
+    weights = Weights(live_tensors(module), names, write=writer_with_config(module))
+    return Model(type(module).__name__, module, weights, layers, loose)
 
 
 def live_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -82,14 +82,14 @@ def opened(finetuned: Finetuned) -> Finetuned:
 def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) -> TaskVector:
     """The change that an `opened` fine-tune makes in the source, under the names of its live parameters."""
     if isinstance(finetuned, Adapter):
-        stored = {file: name for name, file in source.file_names.items()}
+        stored = {file: name for name, file in source.weights.file_names.items()}
         base, turned = source.stored_parameters(), transposed_weights(source.module)
         whole = replace(finetuned, tensors=cut_tables(source, finetuned, finetuned.tensors))
         vector = task_vector_of(as_lora(whole, source.module), base, other_names=stored, transposed=turned)
         vector = vector.subset(name for name in vector if not source.matches(name, exclude))
     else:
         vector = _stored_change(source, finetuned, exclude)
-    return vector.subset(name for name in vector if name in source.file_names)
+    return vector.subset(name for name in vector if name in source.weights.file_names)
 
 
 def added_by(models: Sides[Model], finetuned: Finetuned, exclude: Sequence[str] = ()) -> AddedTokens | None:
@@ -103,7 +103,7 @@ def added_by(models: Sides[Model], finetuned: Finetuned, exclude: Sequence[str] 
 def sum_of_changes(source: Model, parts: Sequence[Finetuned], exclude: Sequence[str] = ()) -> TaskVector:
     """What several opened fine-tunes change together, under the names in the files of the source."""
     total = merge([change_of(source, part, exclude) for part in parts])
-    return total.rename({name: source.file_names[name] for name in total})
+    return total.rename({name: source.weights.file_names[name] for name in total})
 
 
 def every_layer(model: Model) -> TaskVector:
@@ -149,12 +149,12 @@ def names_of(finetuned: Finetuned) -> Iterable[str]:
 
 
 def _stored_change(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequence[str]) -> TaskVector:
-    live = {stored: name for name, stored in source.file_names.items()}
+    live = {stored: name for name, stored in source.weights.file_names.items()}
     given = _stored(finetuned)
     if isinstance(given, TaskVector):
         vector = given
     else:
-        vector = between(source.tensors, cut_tables(source, finetuned, given), exclude)
+        vector = between(source.weights.tensors, cut_tables(source, finetuned, given), exclude)
     return vector.rename({name: live[name] for name in vector if name in live})
 
 
@@ -165,7 +165,7 @@ def _stored(finetuned: ModelLike | TaskVector) -> TaskVector | Mapping[str, Tens
     if isinstance(finetuned, (str, Path)):
         vector = is_task_vector(Path(finetuned))
         return load_task_vector(finetuned) if vector else open_stored(finetuned).tensors
-    return (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).tensors
+    return (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).weights.tensors
 
 
 def is_task_vector(path: Path) -> bool:
@@ -231,7 +231,7 @@ def stated_fingerprint(finetuned: Finetuned) -> str:
 def check_base(source: Model, finetuned: Finetuned) -> None:
     """Refuse a task-vector file or an adapter whose fingerprint is that of another base."""
     stated = stated_fingerprint(finetuned)
-    if stated and same_weights(stated, source.tensors) is False:
+    if stated and same_weights(stated, source.weights.tensors) is False:
         name = finetuned.name if isinstance(finetuned, Adapter) else finetuned
         raise CheckpointError(
             f"{name} was made for other weights than those of {source.name}: give its own base as `source`, "
@@ -242,4 +242,4 @@ def check_base(source: Model, finetuned: Finetuned) -> None:
 def is_whole(source: Model, change: Change, exclude: Sequence[str]) -> bool:
     """Whether the fine-tuned source is known whole, and can run."""
     known = set(change.vector) <= {name for name, _ in source.module.named_parameters()}
-    return known and not source.offloaded and not exclude
+    return known and not source.weights.offloaded and not exclude

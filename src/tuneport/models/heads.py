@@ -119,7 +119,7 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
     describes the classes in words. A text tower reads the `label_texts` of the data set, or else its class names in
     its `prompts` (templates with {} for the name).
     """
-    stored = sorted((model.folder / "heads").glob("*.safetensors")) if model.folder is not None else []
+    stored = sorted((model.weights.folder / "heads").glob("*.safetensors")) if model.weights.folder is not None else []
     paths = {path.stem: path for path in stored}
     if wanted is not None:
         path = paths.get(wanted, Path(wanted))

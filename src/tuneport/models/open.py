@@ -18,7 +18,7 @@ from ..io.sizes import free_memory
 from ..io.untrusted import check_regular_files
 from ..io.validate import check_unquantised
 from ..types import Sides
-from .base import Family, Labelling, Model, ModelLike, Stored, describe_any
+from .base import Family, Labelling, Model, ModelLike, Weights, describe_any
 from .families import TOKENIZER_FILES, open_tokenizer
 from .families.huggingface import HuggingFace
 from .families.open_clip import OpenClip
@@ -43,7 +43,7 @@ def open_model(
     """Open a model folder, a name that a model library knows, or a hub id, to run in `dtype`."""
     family, name = _require(reference)
     model = family.open(name, device=torch.device(device), trust_remote_code=trust_remote_code, dtype=dtype).guarded()
-    check_unquantised(model.tensors, model.file_names.values())
+    check_unquantised(model.weights.tensors, model.weights.file_names.values())
     return model
 
 
@@ -51,7 +51,7 @@ def outline_model(reference: str | Path, *, dtype: torch.dtype = torch.float32, 
     """Open an offloaded model, whose weights stay in its files; without `weights` the files need not exist."""
     family, name = _require(reference)
     model = family.outline(name, dtype=dtype, weights=weights).guarded()
-    check_unquantised(model.tensors, model.file_names.values())
+    check_unquantised(model.weights.tensors, model.weights.file_names.values())
     return model
 
 
@@ -125,18 +125,18 @@ def tokenizer_of(folder: str | Path) -> Any | None:
         return None
 
 
-def open_stored(reference: str | Path) -> Stored:
+def open_stored(reference: str | Path) -> Weights:
     """Open the files of a model (what `open_model` takes) or of a plain weight file, without building a module."""
     family, found = _find(reference)
     if family is not None:
         return family.stored(found)
     path = Path(found)
-    return Stored(open_checkpoint(path), path if path.is_dir() else None)
+    return Weights(open_checkpoint(path), folder=path if path.is_dir() else None)
 
 
 def runnable(model: Model, device: torch.device) -> AbstractContextManager[None]:
     """Context in which an offloaded model can run; its blocks are streamed to `device`."""
-    if not model.offloaded:
+    if not model.weights.offloaded:
         return placed(model.module, None)
     blocks = block_paths(model.layers)
     return placed(model.module, Placement(device, blocks, frozenset(blocks), model.parameters()))

@@ -40,7 +40,7 @@ class AddedTokens:
 
 def tables_of(model: Model) -> dict[str, str]:
     """The live names of the embedding ("input") and of the output layer ("output"): one name if they are tied."""
-    if model.reader is None or model.library != "transformers":
+    if model.reader is None or model.weights.library != "transformers":
         return {}
     module: Any = model.module
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -91,7 +91,7 @@ def added_rows(
     moved: dict[str, Entry] = {}
     parts: list[Part] = []
     for name, key in keys.items():
-        table, file = tensors[key], source.file_names[name]
+        table, file = tensors[key], source.weights.file_names[name]
         takers = [other for other in _takers(models, name) if other not in moved and not target.matches(other, exclude)]
         there = {text: row for text, row in added.items() if row < len(table)}
         both = {text: row for text, row in there.items() if text in ids}
@@ -110,7 +110,7 @@ def added_rows(
 def _keys(source: Model, finetuned: object, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The keys of the tables of a fine-tune in its tensors, by their live names in the source."""
     plain = plain_names(finetuned) if isinstance(finetuned, Adapter) else {name: name for name in tensors}
-    found = {name: plain.get(name) or plain.get(source.file_names[name]) for name in tables_of(source).values()}
+    found = {name: plain.get(name) or plain.get(source.weights.file_names[name]) for name in tables_of(source).values()}
     return {name: key for name, key in found.items() if key is not None}
 
 

@@ -97,7 +97,7 @@ class AdapterOutput(Output):
         with new_folder(out, overwrite=overwrite) as folder:
             write_adapter(folder, packed.adapter)
             more = {**(texts or {}), **({LOADER: LOAD.format(**loader)} if (loader := _loader(update)) else {})}
-            return write_texts(folder, _with_adapter(record, update, packed), update.target.library, more)
+            return write_texts(folder, _with_adapter(record, update, packed), update.target.weights.library, more)
 
     def read_record(self, out: Path) -> Any:
         return read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)
@@ -132,13 +132,13 @@ class AdapterOutput(Output):
 def _with_adapter(record: Record, update: Update, packed: Packed) -> dict[str, Any]:
     """The record with ranks, what they cost, and what has no place in the adapter."""
     target = update.target
-    kept = [{"tensor": target.file_names[name], "reason": reason} for name, reason in packed.kept.items()]
+    kept = [{"tensor": target.weights.file_names[name], "reason": reason} for name, reason in packed.kept.items()]
     weights = {layer.name: layer.weight for layer in target.layers}
     return {
         **record,
         "layers": [layer for layer in record["layers"] if weights.get(layer["target"]) not in packed.kept],
         "not_transported": [*record["not_transported"], *kept],
-        "base_fingerprint": weights_fingerprint(target.tensors),
+        "base_fingerprint": weights_fingerprint(target.weights.tensors),
         "adapter": {**adapter_entry(packed), **({"loader": loader} if (loader := _loader(update)) else {})},
         **(account(update.parts, packed.kept) if update.parts else {}),
     }
@@ -147,7 +147,7 @@ def _with_adapter(record: Record, update: Update, packed: Packed) -> dict[str, A
 def _loader(update: Update) -> dict[str, str]:
     """The call of peft that opens the adapter with its base, if the base is a folder of transformers."""
     target = update.target
-    if target.library != "transformers" or target.folder is None or not Path(target.name).is_dir():
+    if target.weights.library != "transformers" or target.weights.folder is None or not Path(target.name).is_dir():
         return {}
     name, options = loader_of(target, update.task_type)
     return {"name": name, "options": options}
@@ -162,9 +162,9 @@ def adapter_facts(target: Model, wanted: str | None) -> dict[str, Any]:
     task = next((task for end, task in TASKS.items() if kind.__name__.endswith(end)), None)
     task = task or (wanted if wanted == "FEATURE_EXTRACTION" else None)
     facts: dict[str, Any] = {"task_type": task}
-    if target.folder is not None:
+    if target.weights.folder is not None:
         facts["base_model_name_or_path"] = target.name
-    if task is None and target.library == "transformers":
+    if task is None and target.weights.library == "transformers":
         facts["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     return facts
 

@@ -46,7 +46,7 @@ class Update:
 
     def in_files(self) -> TaskVector:
         """The scaled change under the names in the target's files."""
-        names = {name: self.target.file_names[name] for name in self.vector}
+        names = {name: self.target.weights.file_names[name] for name in self.vector}
         return self.vector.rename(names) * self.scale
 
 

@@ -23,17 +23,21 @@ class ModelOutput(Output):
 
     def size(self, plan: Plan, update: Update, method: Method) -> int:
         del plan, method
-        tensors = update.target.tensors
-        return sum(describe(tensors, name).nbytes for name in tensors) + companion_bytes(update.target.folder) + TEXTS
+        tensors = update.target.weights.tensors
+        return (
+            sum(describe(tensors, name).nbytes for name in tensors)
+            + companion_bytes(update.target.weights.folder)
+            + TEXTS
+        )
 
     def write(
         self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
     ) -> Record:
         target = update.target
         with new_folder(out, overwrite=overwrite) as folder:
-            copy_companions(target.folder, folder)
-            target.write(folder, update.in_files().apply_to(target.tensors))
-            return write_texts(folder, record, target.library, texts)
+            copy_companions(target.weights.folder, folder)
+            target.weights.write(folder, update.in_files().apply_to(target.weights.tensors))
+            return write_texts(folder, record, target.weights.library, texts)
 
     def read_record(self, out: Path) -> Any:
         return read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)

@@ -43,7 +43,7 @@ class TaskVectorOutput(Output):
         self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
     ) -> Record:
         del texts  # the file holds the record only
-        about = {"record": to_json(record), "base_fingerprint": weights_fingerprint(update.target.tensors)}
+        about = {"record": to_json(record), "base_fingerprint": weights_fingerprint(update.target.weights.tensors)}
         save_task_vector(out, update.in_files(), about, overwrite=overwrite)
         return record
 

@@ -98,8 +98,8 @@ def _extract_adapter(
             raise
         model = open_model(base)
         adapter = as_lora(adapter, model.module)
-        live = {name: file for name, file in model.file_names.items() if name not in stored}
-        turned = {model.file_names[name] for name in transposed_weights(model.module)}
+        live = {name: file for name, file in model.weights.file_names.items() if name not in stored}
+        turned = {model.weights.file_names[name] for name in transposed_weights(model.module)}
         vector = task_vector_of(adapter, stored, other_names=live, transposed=turned)
     return vector.subset(name for name in vector if not any(fnmatchcase(name, glob) for glob in exclude))
 
@@ -293,7 +293,7 @@ def _write_adapter(
     overwrite: bool,
 ) -> dict[str, Any]:
     model = open_model(base)
-    live = {file: name for name, file in model.file_names.items()}
+    live = {file: name for name, file in model.weights.file_names.items()}
     packed = output.packed(Update(model, vector.rename({name: live[name] for name in vector if name in live})))
     more = {"adapter": adapter_entry(packed)}
     with new_folder(out, overwrite=overwrite) as folder:

@@ -89,7 +89,7 @@ def describe(setup: Setup, config: MeasureConfig, *, tested: int = 0) -> dict[st
     if passes is not None:
         within = {"groups": [len(group) for group in passes.groups]}
     if passes is not None and config.memory_budget is not None:
-        within |= {**_bytes(passes), "home": "files" if models.target.offloaded else "RAM"}
+        within |= {**_bytes(passes), "home": "files" if models.target.weights.offloaded else "RAM"}
     kept = method.kept(plan)
     moved = _moved(plan, method, kept) | set(change.added.vector if change.added is not None else ())
     return {

@@ -311,7 +311,7 @@ def describe_inputs(
 ) -> records.PreparedRecord:
     """Describe a transfer before anything has run: options, inputs and their SHA-256, versions, notes for the user."""
     device = pick_device(config.device)
-    opened = [model.module if model.folder is None else model.name for model in models]
+    opened = [model.module if model.weights.folder is None else model.name for model in models]
     dtype, dtype_note = dtype_on(device, config.dtype, *opened)
     record: records.PreparedRecord = {
         "tuneport": package_version("tuneport"),
@@ -339,7 +339,7 @@ def describe_inputs(
             notes.append(f"the data have {count} samples, fewer than the usual {DEFAULT_SAMPLES}: all are used")
         notes += samples.warnings(1 in (config.max_tokens, record.get("tokens", {}).get("target_matched")))
     if config.exclude:
-        names = [names for model in models for names in (model.file_names, model.tensors)]
+        names = [names for model in models for names in (model.weights.file_names, model.weights.tensors)]
         notes.append(exclude_note(config.exclude, *names, *map(names_of, change.parts)))
     if any(notes):
         record["notes"] = [note for note in notes if note]

@@ -111,10 +111,10 @@ def plan_of(
         )
     else:
         plan = _given(pairs, vector)
-    more = [Kept(name, "excluded") for name in target.file_names if target.matches(name, exclude)]
+    more = [Kept(name, "excluded") for name in target.weights.file_names if target.matches(name, exclude)]
     more += [Kept(*item) for item in target.outside.items()]
     if pairs is not None:
-        more += [Kept(name, "not in the pairs that were given") for name in target.file_names]
+        more += [Kept(name, "not in the pairs that were given") for name in target.weights.file_names]
     kept = (*apart, *unlike, *_unchanged(plan, source, vector), *more)
     return replace(plan, kept=kept, target_layers=target.layers)
 
@@ -219,11 +219,11 @@ def not_transported_by(target: Model, plan: Plan, moved: Collection[str], kept: 
     whole = {layer.name: layer.weight for layer in target.layers if layer.weight not in moved}
     for item in (*kept, *plan.kept):  # the reason of the method comes first
         tensor = whole.get(item.tensor, item.tensor)  # all parts of a fused weight stay: name it once
-        stored = target.file_names.get(tensor, tensor)
+        stored = target.weights.file_names.get(tensor, tensor)
         if item.tensor not in moved:
             reasons.setdefault(stored, item.reason)
-    changed = {target.file_names.get(name, name) for name in moved}
-    listed = [Kept(name, reasons.pop(name, NO_PARAMETER)) for name in target.tensors if name not in changed]
+    changed = {target.weights.file_names.get(name, name) for name in moved}
+    listed = [Kept(name, reasons.pop(name, NO_PARAMETER)) for name in target.weights.tensors if name not in changed]
     return (*listed, *(Kept(name, reason) for name, reason in reasons.items()))
 
 
@@ -252,7 +252,7 @@ def _parts(source: Model, change: Change, plan: Plan, moved: Collection[str], st
             targets = tuple(target.bias for target in takers if target.bias is not None and target.bias in moved)
             square = norm_of(layer.vector(as_dense(vector[layer.bias]))) ** 2
             reason = reasons.get(layer.bias, reasons.get(layer.name, NOT_MOVED))
-            yield Part(source.file_names.get(layer.bias, layer.bias), "biases", square, targets, reason)
+            yield Part(source.weights.file_names.get(layer.bias, layer.bias), "biases", square, targets, reason)
     loose = {pair.source.name: pair.target.name for pair in plan.loose if pair.target.name in moved}
     kinds = {part.name: part.kind for part in (*source.loose, *source.vocabulary_head)}
     owned = {name for layer in source.layers for name in (layer.weight, layer.bias)}
@@ -265,7 +265,7 @@ def _parts(source: Model, change: Change, plan: Plan, moved: Collection[str], st
             targets = (loose[name],) if name in loose else ()
             reason = source.outside.get(name, stated)
             yield Part(
-                source.file_names.get(name, name),
+                source.weights.file_names.get(name, name),
                 KINDS.get(kind, "other parameters"),
                 _square_without(vector, name, added.rows if kind in TABLES else ()),
                 targets,

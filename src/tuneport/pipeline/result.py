@@ -77,7 +77,7 @@ class Result:
 
     def tensors(self, scale: float | None = None) -> Mapping[str, Tensor]:
         """The new model's tensors under their names in the files, in the target's dtypes, computed when read."""
-        return self.change(scale).apply_to(self.target.tensors)
+        return self.change(scale).apply_to(self.target.weights.tensors)
 
     def apply(self, scale: float | None = None) -> nn.Module:
         """A copy of the target with the skill: the numbers that `save` writes, in the dtype that the target runs in."""
@@ -87,7 +87,7 @@ class Result:
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if name in self.task_vector:
-                    parameter.copy_(tensors[self.target.file_names[name]])
+                    parameter.copy_(tensors[self.target.weights.file_names[name]])
         return module
 
     def distill(
@@ -126,7 +126,7 @@ class Result:
         record = {**self.record, "distilled": {"teacher": self.record["finetuned"]["name"], **entry}}
         if lora is None and entry["best"] == 0:
             return replace(self, record=record)
-        changed = {self.target.file_names[name] for name in vector}
+        changed = {self.target.weights.file_names[name] for name in vector}
         kept = tuple(item for item in self.not_transported if item.tensor not in changed)
         record["not_transported"] = [asdict(item) for item in kept]
         record |= asdict(summarize(None, scale=1.0, distilled=True))
@@ -163,4 +163,4 @@ class Result:
         parts = [self.record.get(key, {}) for key in ("source", "finetuned", "target", "data")]
         paths = [part.get("path") for part in (*parts, *parts[1].get("parts", ()))]
         known = [path_of(path) for path in paths if path]
-        return known if self.target.folder is None else [*known, self.target.folder]
+        return known if self.target.weights.folder is None else [*known, self.target.weights.folder]

@@ -215,7 +215,7 @@ def _score_finished(
     found = compare(setup.models, setup.change, calibration, {role: (model, {})}, on, config, name=name)
     strength = done["scale"] if role == "port" else 1.0
     record = {**done, **_outcome(done, found, strength, scale, "")}
-    output.rewrite(out, record, target.library)
+    output.rewrite(out, record, target.weights.library)
     return record
 
 

@@ -76,7 +76,7 @@ def solve(
     if not isinstance(scale, str):
         moved, counted = solver.move(measurement, passes)
         return Solution(moved, scale, None, counted, solver.seconds)
-    if measurement.target.offloaded or (passes is not None and passes.placements is not None):
+    if measurement.target.weights.offloaded or (passes is not None and passes.placements is not None):
         raise TuneportError(
             "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as `scale`, "
             "or a larger `memory_budget`."

@@ -253,7 +253,7 @@ def choose_rule(setup: Setup, scale: float | ScaleRule | None) -> float | ScaleR
         return scale
     heads, losses = setup.calibration.heads, setup.calibration.losses
     judged = heads is not None or (losses is not None and isinstance(losses.target, TokenLoss))
-    if not judged or ranks().size > 1 or any(model.offloaded for model in setup.models):
+    if not judged or ranks().size > 1 or any(model.weights.offloaded for model in setup.models):
         return 1.0
     return "safe" if setup.models.target.kind == "image" else "auto"
 

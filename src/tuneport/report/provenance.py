@@ -43,7 +43,7 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
     if isinstance(model, (nn.Module, TaskVector)):
         return {"name": type(model).__name__}
     if isinstance(model, Model):
-        reference, tensors = model.name, model.tensors
+        reference, tensors = model.name, model.weights.tensors
     else:
         reference, tensors = str(model), open_stored(model).tensors
     files: Iterable[Path] = getattr(tensors, "files", ())  # a live module has no files
@@ -77,7 +77,7 @@ def files_identity(path: str | Path, files: Iterable[Path]) -> Input:
 def base_note(adapter: Adapter, source: Model) -> str | None:
     """A note if the adapter names another base. Not an error: names of bases differ between machines."""
     stated = adapter.config.get("base_model_name_or_path")
-    if not stated or source.folder is None or Path(stated).name == source.folder.absolute().name:
+    if not stated or source.weights.folder is None or Path(stated).name == source.weights.folder.absolute().name:
         return None
     return f"the adapter names {stated} as its base; it is read as one of {source.name}"
 

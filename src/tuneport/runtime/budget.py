@@ -130,7 +130,7 @@ class _Division:
         )
 
     def _placed(self, *, recomputed: bool = True, fetched: Sequence[Sequence[str]] = ((), ())) -> Sides[Placement]:
-        homes = [model.parameters() if model.offloaded else None for model in self._measurement.models]
+        homes = [model.parameters() if model.weights.offloaded else None for model in self._measurement.models]
         blocks = self._paths if recomputed else ((), ())
         sides = zip(blocks, map(frozenset, fetched), homes, strict=True)
         return Sides(*(Placement(self._device, *side) for side in sides))

@@ -124,8 +124,8 @@ class TestDescribing:
     def test_parts_partition_the_parameters_and_layers_are_in_the_tower(self, name: str) -> None:
         model = describe_module(build(name))
         owned, loose = set(linear_names(model)), {part.name for part in model.loose}
-        assert owned | loose | set(model.outside) == set(model.file_names)
-        assert len(owned) + len(loose) + len(model.outside) == len(model.file_names)
+        assert owned | loose | set(model.outside) == set(model.weights.file_names)
+        assert len(owned) + len(loose) + len(model.outside) == len(model.weights.file_names)
         blocks = model.module.visual.transformer.resblocks
         roles = [(layer.block, layer.role) for layer in model.layers if layer.block is not None]
         assert roles == [(i, role) for i in range(len(blocks)) for role in ("q", "k", "v", "out", "fc1", "fc2")]
@@ -213,7 +213,10 @@ class TestOpening:
         folder = save(build(name), tmp_path / "model", name)
         model, (loaded, transform) = open_model(folder), reload(folder)
         assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in model.module.state_dict().items())
-        assert all(torch.equal(p, model.tensors[model.file_names[n]]) for n, p in model.module.named_parameters())
+        assert all(
+            torch.equal(p, model.weights.tensors[model.weights.file_names[n]])
+            for n, p in model.module.named_parameters()
+        )
         assert model.encode is not None
         images = some_images()
         assert torch.equal(model.encode(images)["pixel_values"], torch.stack([transform(image) for image in images]))
@@ -231,8 +234,8 @@ class TestOpening:
             inner = {f"module.{name}": tensor for name, tensor in state.items()}
             torch.save({"epoch": 3, "name": "run", "state_dict": inner, "optimizer": {"state": {}}}, file)
         model = open_model(f"tiny:{file}")
-        assert model.folder is None
-        assert set(model.tensors) == set(state)
+        assert model.weights.folder is None
+        assert set(model.weights.tensors) == set(state)
         assert all(torch.equal(model.module.state_dict()[name], tensor) for name, tensor in state.items())
         assert set(open_stored(f"tiny:{file}").tensors) == set(state)
 
@@ -246,7 +249,7 @@ class TestOpening:
         assert model.encode is not None
         images = some_images()
         assert torch.equal(model.encode(images)["pixel_values"], torch.stack([transform(image) for image in images]))
-        model.write(tmp_path, model.tensors)
+        model.weights.write(tmp_path, model.weights.tensors)
         written = json.loads((tmp_path / "open_clip_config.json").read_text())["preprocess_cfg"]
         assert (written["mean"], written["interpolation"], written["resize_mode"]) == (
             [0.5] * 3,
@@ -259,7 +262,7 @@ class TestOpening:
         old = {name.removeprefix("text."): tensor for name, tensor in module.state_dict().items()}
         save_file(old, tmp_path / "old.safetensors")
         model = open_model(f"custom:{tmp_path / 'old.safetensors'}")
-        assert model.file_names["text.token_embedding.weight"] == "token_embedding.weight"
+        assert model.weights.file_names["text.token_embedding.weight"] == "token_embedding.weight"
         assert all(torch.equal(t, module.state_dict()[name]) for name, t in model.module.state_dict().items())
 
     def test_position_embeddings_of_another_size_are_resized_by_the_library(self, tmp_path: Path) -> None:
@@ -268,13 +271,13 @@ class TestOpening:
         save_file(state, tmp_path / "big.safetensors")
         model = open_model(f"tiny:{tmp_path / 'big.safetensors'}")
         assert model.module.visual.positional_embedding.shape == (5, 16)
-        assert model.tensors["visual.positional_embedding"].shape == (17, 16)
+        assert model.weights.tensors["visual.positional_embedding"].shape == (17, 16)
 
     def test_half_precision_is_opened_in_full(self, tmp_path: Path) -> None:
         save_file({name: t.half() for name, t in build("tiny").state_dict().items()}, tmp_path / "half.safetensors")
         model = open_model(f"tiny:{tmp_path / 'half.safetensors'}")
         assert {parameter.dtype for parameter in model.module.parameters()} == {torch.float32}
-        assert {tensor.dtype for tensor in model.tensors.values()} == {torch.float16}
+        assert {tensor.dtype for tensor in model.weights.tensors.values()} == {torch.float16}
 
     def test_a_folder_for_both_libraries_opens_with_transformers(self, zoo: Zoo) -> None:
         folder = zoo.root / "both"

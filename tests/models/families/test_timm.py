@@ -207,7 +207,10 @@ class TestOpening:
         folder = save(build(variant), tmp_path / "model", variant)
         model, loaded = open_model(folder), reload(folder)
         assert all(torch.equal(t, loaded.state_dict()[name]) for name, t in model.module.state_dict().items())
-        assert all(torch.equal(p, model.tensors[model.file_names[n]]) for n, p in model.module.named_parameters())
+        assert all(
+            torch.equal(p, model.weights.tensors[model.weights.file_names[n]])
+            for n, p in model.module.named_parameters()
+        )
         assert model.classes == (CLASSES if loaded.num_classes else ())
         assert not model.module.training
 
@@ -234,8 +237,8 @@ class TestOpening:
         overlay = {"file": str(tmp_path / "cached.safetensors"), "custom_load": False}
         monkeypatch.setattr(timm, "create_model", lambda *a, **k: create(*a, pretrained_cfg_overlay=overlay, **k))
         model = open_model(f"timm:{ARCHITECTURE}")
-        assert all(torch.equal(model.tensors[name], tensor) for name, tensor in module.state_dict().items())
-        model.write(tmp_path, model.tensors)
+        assert all(torch.equal(model.weights.tensors[name], tensor) for name, tensor in module.state_dict().items())
+        model.weights.write(tmp_path, model.weights.tensors)
         written = json.loads((tmp_path / "config.json").read_text())
         assert (written["architecture"], written["num_classes"]) == (ARCHITECTURE, 1000)
         assert "file" not in written["pretrained_cfg"]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, first_of, reraised, shortened
 from ...io.checkpoint import Checkpoint, open_checkpoint, read_object, write_checkpoint
 from ...io.validate import check_finite
-from ..base import Family, HeadedTensors, Labelling, Model, Stored, live_tensors, writer_with_config
+from ..base import Family, HeadedTensors, Labelling, Model, Weights, live_tensors, writer_with_config
 from ..outline import PACKED, check_config, check_kernels, count_weights, outline_of, quantisation, unread
 from . import not_imported, quiet
 from .huggingface_heads import classifier_around, labelling_of
@@ -74,12 +74,13 @@ class HuggingFace(Family):
         module = _fitting(folder, stored, partial(_outline, folder, stored, dtype))
         names = _file_names(module, stored)
         tensors = unread(module, names, folder) if stored is None else stored
-        return replace(_model(module, reference, tensors, names, folder), offloaded=True)
+        model = _model(module, reference, tensors, names, folder)
+        return replace(model, weights=replace(model.weights, offloaded=True))
 
-    def stored(self, reference: str) -> Stored:
+    def stored(self, reference: str) -> Weights:
         if _is_gguf(reference):
             return super().stored(reference)
-        return Stored(open_checkpoint(reference), Path(reference))
+        return Weights(open_checkpoint(reference), folder=Path(reference))
 
     def labelling(self, reference: str) -> Labelling | None:
         from transformers import PretrainedConfig
@@ -94,14 +95,15 @@ class HuggingFace(Family):
 
     def classifier(self, model: Model, labelling: Labelling, *, trust_remote_code: bool) -> Model:
         module, fresh = classifier_around(model.module, labelling, model.name)
-        known = {id(parameter): model.file_names[name] for name, parameter in model.module.named_parameters()}
+        known = {id(parameter): model.weights.file_names[name] for name, parameter in model.module.named_parameters()}
         names, live = _file_names(module), dict(module.named_parameters())
         files = {names[name]: known[id(parameter)] for name, parameter in live.items() if id(parameter) in known}
         head = {names[name]: parameter for name, parameter in live.items() if id(parameter) not in known}
-        tensors = HeadedTensors(model.tensors, files, head)
-        new = _model(module, model.name, tensors, names, model.folder, trust_remote_code)
+        tensors = HeadedTensors(model.weights.tensors, files, head)
+        new = _model(module, model.name, tensors, names, model.weights.folder, trust_remote_code)
         own = {name: live[name].detach().clone() for name in new.classifier_parameters - fresh}
-        return replace(new, write=writer_with_config(module), fresh=fresh, own_head=own)
+        weights = replace(new.weights, write=writer_with_config(module))
+        return replace(new, weights=weights, fresh=fresh, own_head=own)
 
     def knows(self, module: nn.Module) -> bool:
         name, config = type(module).__name__, getattr(module, "config", None)
@@ -125,7 +127,7 @@ def _model(
     experts = {file: file for file in stored if EXPERTS.search(file) and file not in names.values()}
     names = {**names, **experts}  # transformers joins them
     write = write_checkpoint if folder is not None else writer_with_config(module)
-    model = Model(name, module, stored, names, layers=(), loose=(), folder=folder, write=write, library="transformers")
+    model = Model(name, module, Weights(stored, names, folder, write, "transformers"))
     complete = complete_vision if type(module).__name__ in ARCHITECTURES else complete_text
     return complete(model, trust_remote_code)
 
@@ -208,7 +210,7 @@ def _in_bfloat16(
     names = _file_names(module)
     tensors = {names[n]: t.to("cpu", torch.bfloat16) for n, t in live_tensors(module).items() if n in names}
     model = _model(module, reference, tensors, names, folder, trust_remote_code)
-    return replace(model, write=writer_with_config(module))
+    return replace(model, weights=replace(model.weights, write=writer_with_config(module)))
 
 
 def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:

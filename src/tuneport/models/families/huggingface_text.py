@@ -74,9 +74,9 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
     layers = tuple(replace(layer, heads=groups) if layer.role in ("k", "v") else layer for layer in found_layers)
     loose = tuple(part for part in find_loose(module, layers, within=within) if not EXPERTS.search(part.name))
     reader = None
-    if model.folder is not None and any((model.folder / name).is_file() for name in TOKENIZER_FILES):
-        reader = _reader(open_tokenizer(model.folder, trust_remote_code, "a text model"), module, config)
-    pooling = _pooling(model.folder, "last" if text_kind == DECODER else "mean")
+    if model.weights.folder is not None and any((model.weights.folder / name).is_file() for name in TOKENIZER_FILES):
+        reader = _reader(open_tokenizer(model.weights.folder, trust_remote_code, "a text model"), module, config)
+    pooling = _pooling(model.weights.folder, "last" if text_kind == DECODER else "mean")
 
     def features(part: Any, batch: Batch) -> Tensor:
         """One vector per text, of the last hidden states (N, T, d) without any head."""
@@ -124,7 +124,11 @@ def _outside(model: Model, layers: Sequence[Layer], loose: Sequence[LooseTensor]
     """Heads over the vocabulary, and experts by their live names or, if the files hold them one by one, by those."""
     heads = outside_of(model.module, layers, loose, "head over the vocabulary: the target keeps its own")
     kept = {name: reason for name, reason in heads.items() if not EXPERTS.search(name)}
-    return kept | {n: MIXTURE for n, file in model.file_names.items() if EXPERTS.search(n) and file in model.tensors}
+    return kept | {
+        n: MIXTURE
+        for n, file in model.weights.file_names.items()
+        if EXPERTS.search(n) and file in model.weights.tensors
+    }
 
 
 def _vocabulary_head(module: Any, within: tuple[str, ...]) -> tuple[LooseTensor, ...]:

@@ -65,7 +65,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 def complete_vision(model: Model, trust_remote_code: bool) -> Model:
     """The model with its layers, its image processor and the functions that run it."""
     module: Any = model.module
-    folder, architecture = model.folder, ARCHITECTURES[type(module).__name__]
+    folder, architecture = model.weights.folder, ARCHITECTURES[type(module).__name__]
     config: Any = module.config
     tower = getattr(config, "vision_config", config)
     layers = find_layers(module, within=architecture.tower, heads=int(tower.num_attention_heads))
@@ -86,7 +86,9 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
         logits=(lambda m, b: m(**b).logits) if architecture.classifies else None,
         layout=lambda batch: TokenLayout.of_patches(special, (patch, patch), batch["pixel_values"]),
         embed_texts=_text_tower(module, folder, trust_remote_code) if has_text and folder is not None else None,
-        logit_scale=temperature_of(scale, model.tensors, model.file_names["logit_scale"]) if scale is not None else 1.0,
+        logit_scale=temperature_of(scale, model.weights.tensors, model.weights.file_names["logit_scale"])
+        if scale is not None
+        else 1.0,
         width=projected[0] if projected else int(tower.hidden_size),
         outside=outside_of(module, layers, loose, "outside the image tower"),
     )

@@ -22,7 +22,7 @@ from ...errors import CheckpointError, first_of, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Family, Model, Stored, live_tensors, outside_of, read_config
+from ..base import Family, Model, Weights, live_tensors, outside_of, read_config
 from ..heads import temperature_of
 from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
 
@@ -69,9 +69,9 @@ class OpenClip(Family):
         module = module.to(device=device, dtype=dtype).eval()
         return _model(module, reference, stored, names, location, lambda: library.get_tokenizer(location.build))
 
-    def stored(self, reference: str) -> Stored:
+    def stored(self, reference: str) -> Weights:
         location = _find(reference)
-        return Stored(location.open_weights(), location.folder, partial(_write, location))
+        return Weights(location.open_weights(), folder=location.folder, write=partial(_write, location))
 
     def knows(self, module: nn.Module) -> bool:
         own = any(kind.__module__.startswith("open_clip.") for kind in type(module).__mro__)
@@ -146,14 +146,13 @@ def _model(
     projection = ("visual.proj",) if tower.proj is not None else ()
     layers = find_layers(module, matrices=projection, within=TOWER, heads=int(attention.num_heads))
     loose = find_loose(module, layers, within=TOWER)
+    folder = location.folder if location is not None else None
     return Model(
         name=name,
         module=module,
-        tensors=stored,
-        file_names=names,
+        weights=Weights(stored, names, folder, partial(_write, location), "open_clip"),
         layers=layers,
         loose=loose,
-        folder=location.folder if location is not None else None,
         kind="image",
         encode=pixel_encoder(_evaluation_transform(tower)),
         features=lambda live, batch: live.encode_image(batch["pixel_values"]),  # type: ignore[operator]
@@ -162,8 +161,6 @@ def _model(
         logit_scale=temperature_of(module.logit_scale, stored, names["logit_scale"]),
         width=int(tower.output_dim),
         outside=outside_of(module, layers, loose, "outside the image tower"),
-        write=partial(_write, location),
-        library="open_clip",
     )
 
 

@@ -20,7 +20,7 @@ from ...errors import CheckpointError, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Batch, Family, HeadedTensors, Labelling, Model, Stored, live_tensors, read_config
+from ..base import Batch, Family, HeadedTensors, Labelling, Model, Weights, live_tensors, read_config
 from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
 
 PREFIX = "timm:"
@@ -48,23 +48,23 @@ class Timm(Family):
         check_finite(tensors)
         return _model(module.to(device=device, dtype=dtype).eval(), reference, tensors, location.folder)
 
-    def stored(self, reference: str) -> Stored:
+    def stored(self, reference: str) -> Weights:
         location = _find(reference)
         if location.folder is None:
             return super().stored(reference)
-        return Stored(location.open_weights(), location.folder, _write)
+        return Weights(location.open_weights(), folder=location.folder, write=_write)
 
     def classifier(self, model: Model, labelling: Labelling, *, trust_remote_code: bool) -> Model:
         if labelling.task != "image":
             return super().classifier(model, labelling, trust_remote_code=trust_remote_code)
         module, own = _with_classes(model.module, labelling.classes)
         head = {f"head.{name}": parameter for name, parameter in module.head.named_parameters()}
-        names = {name: name for name in model.tensors if name not in ("head.weight", "head.bias")}
-        new = _model(module, model.name, HeadedTensors(model.tensors, names, head), model.folder)
-        write = partial(_write_classes, module=module)
+        names = {name: name for name in model.weights.tensors if name not in ("head.weight", "head.bias")}
+        new = _model(module, model.name, HeadedTensors(model.weights.tensors, names, head), model.weights.folder)
+        new = replace(new, weights=replace(new.weights, write=partial(_write_classes, module=module)))
         if not own:
-            return replace(new, write=write, fresh=frozenset(head))
-        return replace(new, write=write, own_head={name: tensor.detach().clone() for name, tensor in head.items()})
+            return replace(new, fresh=frozenset(head))
+        return replace(new, own_head={name: tensor.detach().clone() for name, tensor in head.items()})
 
     def knows(self, module: nn.Module) -> bool:
         own = any(
@@ -123,14 +123,14 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
     def features(live: Any, batch: Batch) -> Any:
         return live.forward_head(live.forward_features(batch["pixel_values"]), pre_logits=True)
 
+    names = {name: name for name, _ in module.named_parameters()}
+    write = _write if folder is not None else lambda new, tensors: _write_with_config(new, tensors, module)
     return Model(
         name=name,
         module=module,
-        tensors=stored,
-        file_names={name: name for name, _ in module.named_parameters()},
+        weights=Weights(stored, names, folder, write, "timm"),
         layers=layers,
         loose=find_loose(module, layers),
-        folder=folder,
         kind="image",
         classes=_classes(module) if classifies else (),
         task="image" if classifies else "",
@@ -140,8 +140,6 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
         logits=(lambda live, batch: live(batch["pixel_values"])) if classifies else None,
         layout=lambda batch: TokenLayout.of_patches(prefix, module.patch_embed.patch_size, batch["pixel_values"]),
         width=width,
-        write=_write if folder is not None else lambda new, tensors: _write_with_config(new, tensors, module),
-        library="timm",
     )
 
 
