@@ -417,7 +417,7 @@ def test_live_modules_and_adapters_of_other_dtypes(folders: dict[str, Path]) -> 
         device="cpu",
     )
     assert next(job.source.module.parameters()).dtype == torch.bfloat16
-    with pytest.raises(TuneportError, match=r"unknown dtype 'int8'; known: float32, float64, bfloat16, float16"):
+    with pytest.raises(TuneportError, match=r"unknown dtype 'int8'"):
         prepare(folders["llama"], change_of(decoder("llama")), folders["qwen"], texts(4), dtype="int8")
 
 
