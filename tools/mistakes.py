@@ -146,6 +146,7 @@ MISTAKES = {
     "samples of an evaluation": Mistake(
         "evaluate old --data rows.csv --samples 5", 2, ("--samples goes with --protocol linear-probe",)
     ),
+    "an evaluation on nothing": Mistake("evaluate old", 2, ("pass --data to score models, or --ask with a prompt",)),
     "weights of a merge": Mistake(
         "merge tuned lora --weights 1 --base old -o tau.safetensors", 2, ("2 fine-tunes and 1 --weights",)
     ),

@@ -607,7 +607,8 @@ class EvaluateInputs(Declared):
     """What an evaluation reads."""
 
     model: tuple[str, ...] = option(help="A model, or an adapter or task vector of one; or several.", argument=True)
-    data: str = option(help="Labelled data; the test split is scored.", group=INPUTS)
+    data: str | None = option(None, help="Labelled data; the test split is scored.", group=INPUTS)
+    ask: str | None = option(None, help="A prompt that old, target and new answer.", group=INPUTS, metavar="TEXT")
     base: str | None = option(None, help="The base of an adapter (default: the one it names).", group=INPUTS)
 
 

@@ -22,7 +22,7 @@ def given(tmp_path: Path) -> list[str]:
 
 def test_an_unlabelled_classifier(run: Run, given: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = run("transfer", "--scale=1", *given, "--out", out)
+    done = run("transfer", "--scale=1", *given, "--verbose", "--out", out)
     assert done.code == 0, done.err
     assert "3 classes, fitted to the scores of the fine-tuned source" in done.out
     assert "next: tuneport evaluate" not in done.out, "the data have no labels"
@@ -82,7 +82,7 @@ def test_tokens_and_numbers_arrive_and_their_accuracy_is_refused(
     refused = run("transfer", *given, "--evaluate", "--out", out)
     assert (refused.code, out.exists()) == (1, False)
     assert f"{words}, of which tuneport measures no accuracy" in refused.err.splitlines()[-1]
-    done = run("transfer", "--scale=1", *given, "--out", out)
+    done = run("transfer", "--scale=1", *given, "--verbose", "--out", out)
     assert done.code == 0, done.err
     assert f"{'3 classes' if kind == 'token' else '1 output'}, fitted to the scores" in done.out
     assert "next: tuneport evaluate" not in done.out

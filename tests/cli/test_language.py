@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
 
 from builders.chats import chat_tokenizer
@@ -71,7 +72,9 @@ def test_a_transfer_is_scored_by_bits_per_character(run: Run, trio: dict[str, Pa
     assert "the fine-tuned source" in page
     assert f"{found['after']:.4f}" in page
     told = run("transfer", *words(trio, samples=12, out=place / "again"), "--evaluate")
-    assert told.out.startswith(f"bits per character on {test.name}: {found['before']:.3f} -> {found['after']:.3f}: ")
+    assert told.out.splitlines()[1].startswith(
+        f"bits per character on {test.name}: {found['before']:.3f} -> {found['after']:.3f}: "
+    )
     assert f"the fine-tuned source  {found['source']:.4f} (" in told.out
 
 
@@ -176,3 +179,32 @@ def test_the_default_scale_is_judged_on_held_out_samples(run: Run, trio: dict[st
     assert "scale_choice" not in fixed.json
     several = run("transfer", *words(trio, samples=12, scale="safe", out=place / "safe"), "--json")
     assert several.json["scale"] <= done.json["scale"]
+
+
+def answered(folder: Path, prompt: str) -> str:
+    """What transformers alone writes after a question."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "user", "content": prompt}]
+    given = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        found = model.generate(**given, do_sample=False, max_new_tokens=16, pad_token_id=0)
+    return str(tokenizer.decode(found[0, given["input_ids"].shape[1] :], skip_special_tokens=True)).strip()
+
+
+def test_one_prompt_is_answered_by_old_target_and_new(
+    run: Run, trio: dict[str, Path], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuneport.pipeline.evaluate.ANSWER", 16)
+    out, prompt = place / "out", "What is it about?"
+    assert run("transfer", *words(trio, samples=8, scale=1, out=out), "--no-evaluate").code == 0
+    done = run("evaluate", out, "--ask", prompt, "--json")
+    assert done.code == 0, done.err
+    folders = {"old": trio["finetuned"], "target": trio["target"], "new": out}
+    wanted = {name: answered(folder, prompt) for name, folder in folders.items()}
+    assert {row["model"]: row["answer"].strip() for row in done.json["answers"]} == wanted
+    assert len(set(wanted.values())) > 1
+    shown = run("evaluate", trio["source"], trio["target"], "--ask", prompt).out
+    assert prompt in shown
+    refused = run("evaluate", out, "--ask", prompt, "--data", trio["data"])
+    assert_refused(refused, 2, "pass --data to score models, or --ask")

@@ -104,7 +104,8 @@ def test_texts(run: Run, place: Path, case: str, kind: str) -> None:
         "transfer", "--source", names[0], "--finetuned", lora, "--target", names[1], "--data", data,
         "--as", kind, "--out", place / "out",
     )  # fmt: skip
-    assert followed(run, done) == expected + (["python"] if kind == "adapter" else [])
+    asked = ["evaluate"] if case == "causal" and kind == "adapter" else []
+    assert followed(run, done) == expected + asked + (["python"] if kind == "adapter" else [])
     assert "the data have" in done.err, "there are fewer than 100 rows"
 
 

@@ -100,7 +100,7 @@ COMMANDS: dict[Run, tuple[type[Declared] | None, type[Config], tuple[str, ...]]]
     evaluate: (
         EvaluateInputs,
         EvaluateConfig,
-        ("evaluate OUT --data D", "evaluate OLD NEW OUT --data D --by-class", "evaluate ADAPTER --base NEW --data D"),
+        ("evaluate OUT --data D", "evaluate OLD NEW OUT --data D --by-class", "evaluate OUT --ask 'What is this?'"),
     ),
     transfer: (
         TransferInputs,

@@ -92,6 +92,8 @@ def _check_names(given: dict[str, Any], config: Config) -> None:
     method = getattr(config, "method", None)
     if config.command == "transfer" and given["data"] is None and method in METHODS and method not in WITHOUT_DATA:
         wrong.append(f"the method {method} needs calibration data: pass `data`.")
+    if config.command == "evaluate" and (given["data"] is None) == (given["ask"] is None):
+        wrong.append("pass `data` to score models, or `ask` with a prompt that they answer: one of them.")
     if config.command == "plan" and not given["finetuned"] and not getattr(config, "shapes_only", False):
         wrong.append("`finetuned` is needed; only `shapes_only` does without it.")
     if wrong:
@@ -111,7 +113,7 @@ def _check_out(given: dict[str, Any], config: Config) -> None:
 def _named(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the inputs by their fields; some fields hold several."""
     for name, value in given.items():
-        if name != "out" and value is not None:
+        if name not in ("out", "ask") and value is not None:
             yield from ((name, str(each)) for each in (value if isinstance(value, tuple) else (value,)))
 
 

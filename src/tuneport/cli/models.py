@@ -83,6 +83,10 @@ def evaluate(inputs: EvaluateInputs, config: EvaluateConfig, json: bool) -> None
     """Score models: with their head or by a linear probe; a language model by its loss or its likeliest answers."""
     from ..pipeline.evaluate import evaluate
 
+    if inputs.ask is not None:
+        _ask(inputs.ask, inputs, config, json)
+        return
+    assert inputs.data is not None
     found: dict[str, Evaluation] = {}
     for model in inputs.model:
         with Bar("evaluating") as events:
@@ -98,6 +102,19 @@ def evaluate(inputs: EvaluateInputs, config: EvaluateConfig, json: bool) -> None
     _print_scores(found)
     if config.by_class:
         _print_classes(found)
+
+
+def _ask(prompt: str, inputs: EvaluateInputs, config: EvaluateConfig, json: bool) -> None:
+    """Print the answers of the models to one prompt, side by side."""
+    from ..pipeline.evaluate import ask
+
+    with Bar("asking") as events:
+        found = ask(prompt, inputs.model, inputs.base, events=events, **config.values())
+    if json:
+        rows = [{"model": name, "answer": each.text, "finished": each.finished} for name, each in found.items()]
+        emit_json({"ask": prompt, "answers": rows})
+        return
+    show([[name, each.text + ("" if each.finished else " ...")] for name, each in found.items()], "", prompt, fold=True)
 
 
 def _plain(found: Evaluation) -> dict[str, Any]:

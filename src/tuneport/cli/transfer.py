@@ -63,6 +63,8 @@ def print_next(record: Mapping[str, Any]) -> None:
     out, place = record["out"], data_reference(record)
     if "protocol" in record["data"] and place:
         say(f"next: {evaluate_command(record, out, place)}")
+    if "vllm" in record.get("adapter", {}):  # of a decoder
+        say(f"next: {shlex.join(['tuneport', 'evaluate', out, '--ask', 'Hello, who are you?'])}")
     if record.get("adapter", {}).get("loader"):
         say(f"next: {shlex.join(['python', str(Path(out, LOADER))])}")
 

@@ -1,8 +1,8 @@
-"""Score a model, or the base of an adapter or task vector with its change, on a test split."""
+"""Score a model, or the base of an adapter or task vector with its change, on a test split, or ask it something."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,14 @@ from ..data.dataset import Dataset, align_labels
 from ..data.samplers import select
 from ..data.tasks import read_data
 from ..errors import CheckpointError, TuneportError
+from ..io.checkpoint import LARGEST_INDEX, read_object
 from ..io.hub import local
+from ..io.output import RECORD
 from ..measure.accuracy import Evaluation, check_counted, linear_probe, zero_shot
 from ..measure.language import likelihood, perplexity, usual_protocol
 from ..models.base import Model
 from ..models.change import change_of, is_task_vector, opened, stated_base
+from ..models.generation import Prompt, Sampling, Written, generate_texts
 from ..models.heads import choose_head
 from ..models.open import as_classifier, open_model, pick_device
 from ..models.weights import put
@@ -28,6 +31,7 @@ from ..types import Events
 from .heads import labelling_by
 
 IMAGES, TEXTS = 128, 16  # samples per pass
+ANSWER = 128  # most tokens of an answer
 
 
 def evaluate(
@@ -77,6 +81,62 @@ def evaluate(
     events.plan(total)
     size = config.batch_size or (TEXTS if protocol in ("perplexity", "likelihood") else IMAGES)
     return score(batch_size=size, progress=events.advance)
+
+
+def ask(
+    prompt: str,
+    models: Sequence[str | Path],
+    base: str | Path | None = None,
+    *,
+    events: Events | None = None,
+    **options: Any,
+) -> dict[str, Written]:
+    """Let models answer one prompt, as a question in a chat where they have a template; the likeliest tokens.
+
+    Args:
+        prompt: the text.
+        models: models, or adapters or task vectors of one. One output of tuneport is answered for by the old model,
+            the target and itself, as far as its record names them.
+        base: the model of an adapter or task vector; the one that it names unless given.
+        events: listens to the run.
+        options: the fields of `EvaluateConfig`; of these, `device` and `trust_remote_code` count.
+
+    Returns:
+        What each model wrote, by its name.
+    """
+    config, events = EvaluateConfig.of(**options), events or Events()
+    asked = {str(model): (model, base) for model in models}
+    if len(models) == 1:
+        asked = _lineage(models[0]) or asked
+    device, found = pick_device(config.device), {}
+    events.plan(len(asked))
+    for name, (reference, its_base) in asked.items():
+        events.step(f"asking {name}")
+        model = open_written(reference, its_base, device=device, trust_remote_code=config.trust_remote_code)
+        question: Prompt = prompt
+        if model.reader is not None and model.reader.tokenizer.chat_template:
+            question = [{"role": "user", "content": prompt}]
+        most = ANSWER if model.reader is None else min(ANSWER, max(1, model.reader.limit // 2))
+        [found[name]] = generate_texts(model, [question], Sampling(most, temperature=0.0))
+        events.advance(1)
+    return found
+
+
+def _lineage(out: str | Path) -> dict[str, tuple[str | Path, str | Path | None]]:
+    """The old model, the target and an output, each with its base, as far as the output's record names them."""
+    try:
+        record = read_object(Path(out) / RECORD, "a run record", limit=LARGEST_INDEX)
+        places = {role: record.get(role, {}).get("path") for role in ("finetuned", "source", "target")}
+    except (TuneportError, AttributeError):
+        return {}
+    found: dict[str, tuple[str | Path, str | Path | None]] = {}
+    tuned = places["finetuned"]
+    if tuned and places["source"]:
+        part = is_adapter(local(tuned)) or is_task_vector(local(tuned))
+        found["old"] = tuned, places["source"] if part else None
+    if places["target"]:
+        found["target"] = places["target"], None
+    return {**found, "new": (out, None)}
 
 
 def with_protocol(
