@@ -16,6 +16,7 @@ from tuneport.measure.language import perplexity
 from tuneport.measure.unseen import Unseen
 from tuneport.models.open import open_model
 from tuneport.pipeline.comparison import Comparison, ModelScore, Role, summarize
+from tuneport.report.summary import score_rows
 
 COUNT = 100
 LABELS = np.zeros(COUNT, dtype=np.int64)
@@ -105,6 +106,15 @@ def test_rows_have_intervals_and_samples_that_turned() -> None:
     turned = record["turned"]
     assert (turned["right_count"], turned["wrong_count"], len(turned["right"])) == (0, 10, 0)
     assert turned["wrong"][0] == {"index": 60, "label": "a", "before": "a", "after": "b", "text": "text"}
+
+
+def test_headline_and_table_show_the_same_digits() -> None:
+    test = Dataset(["text"] * COUNT, None, (), name="poems", kind="text")
+    models = {role: ModelScore(role, role, value) for role, value in (("target", 1.23456), ("port", 1.04321))}
+    found = Comparison(Unseen(test, np.arange(COUNT)), "perplexity", "bits per character", models)  # type: ignore[arg-type]
+    headline = summarize(found, scale=1.0).headline
+    assert [text for _, text in score_rows(found.record())] == ["1.235", "1.043"]
+    assert "1.235 -> 1.043" in headline
 
 
 def spoken(folder: Path, template: str | None, word: float, mark: float) -> Evaluation:

@@ -36,6 +36,7 @@ from ..models.change import Change, is_whole
 from ..models.heads import choose_head
 from ..models.weights import changed, finetuned
 from ..report.samples import shown
+from ..report.summary import SCORE_FORMS
 from ..training.distill import STEPS
 from ..types import Sides
 from .heads import before_port, is_bare
@@ -53,7 +54,6 @@ BARE = "the target with a head fitted as the port's"
 USUAL = 500  # most samples of the test split that are scored unless all of them are asked for
 SHOWN = 12  # samples that turned right, and that turned wrong
 Word = Literal["gain", "harm", "no clear change", "nothing moved", "not measured"]
-FORMS = {"accuracy": (".1f", " %"), "bits per character": (".3f", ""), "fidelity": (".3f", "")}
 MORE = f"--distill {STEPS}"  # what a user can add to the command
 SMALL = 0.01  # a change of fidelity, which has no interval, that says nothing
 
@@ -335,7 +335,7 @@ def summarize(
         why = f": {reason}" if reason else ""
         return Outcome("not measured", f"the gain was not measured{why}{alone}", UNKNOWN)
     before, after = evaluated.scored["target"], evaluated.written
-    form, unit = FORMS[evaluated.metric]
+    form, unit = SCORE_FORMS[evaluated.metric]
     kind = "held-out" if evaluated.on.held_out else "test"
     where = f"held-out samples of {evaluated.test.name}" if evaluated.on.held_out else evaluated.test.name
     what = f"{evaluated.metric} on {where}: {before.value:{form}} -> {after.value:{form}}{unit}"
@@ -366,7 +366,7 @@ UNKNOWN = "Evaluate the output before you use it: tuneport evaluate needs data w
 
 
 def _recommended(evaluated: Comparison, change: int, distilled: bool) -> str:
-    form, unit = FORMS[evaluated.metric]
+    form, unit = SCORE_FORMS[evaluated.metric]
 
     def value(of: ModelScore) -> str:
         return f"{of.value:{form}}{unit}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
@@ -21,7 +21,7 @@ from markupsafe import Markup
 from .answer import Answer
 from .plots import Figure, Number, curves, is_finite, tracks
 from .record import Record
-from .summary import LAYER_COLUMNS, kept_rows, layer_rows, number_text, repeat_command, summary_rows
+from .summary import LAYER_COLUMNS, kept_rows, layer_rows, left_shares, number_text, repeat_command, summary_rows
 
 Layers = Sequence[Mapping[str, Any]]
 FLOOR = 1e-6  # the smallest singular value that a curve shows, relative to the largest
@@ -86,10 +86,10 @@ def _scale_curve(record: Record) -> Figure | None:
 
 def _shares(record: Record) -> list[tuple[str, float]]:
     """The parts of the change: what moved, and what was left behind by kind, in percent of the squared norm."""
-    left: Counter[str] = Counter()
-    for item in record.get("left_behind", ()):
-        left[item["kind"]] += item["share"]
-    return [("moved", 100 * record.get("moved_share", 0.0)), *((kind, 100 * part) for kind, part in left.most_common())]
+    return [
+        ("moved", 100 * record.get("moved_share", 0.0)),
+        *((kind, 100 * part) for kind, part in left_shares(record)),
+    ]
 
 
 def _distilled_curves(found: Mapping[str, Any] | None) -> list[Figure]:

@@ -22,7 +22,7 @@ from ..config import repeat_command as command_line
 from ..errors import TuneportError
 from .record import Record
 
-SCORE_FORMS = {"accuracy": (".1f", " %"), "bits per character": (".4f", ""), "fidelity": (".3f", "")}
+SCORE_FORMS = {"accuracy": (".1f", " %"), "bits per character": (".3f", ""), "fidelity": (".3f", "")}
 
 
 def number_text(value: float | None, form: str = "") -> str:
@@ -144,12 +144,17 @@ def distilled_words(found: Mapping[str, Any]) -> str:
     )
 
 
+def left_shares(record: Record) -> list[tuple[str, float]]:
+    """The shares of the change that were left behind, by kind, the largest first."""
+    left: Counter[str] = Counter()
+    for item in record.get("left_behind", ()):
+        left[item["kind"]] += item["share"]
+    return left.most_common()
+
+
 def moved_words(record: Record) -> str:
     """The share of the change that moved, and what was left behind, by kind."""
-    left: Counter[str] = Counter()
-    for item in record["left_behind"]:
-        left[item["kind"]] += item["share"]
-    parts = ", ".join(f"{kind} {100 * share:.2g} %" for kind, share in left.most_common())
+    parts = ", ".join(f"{kind} {100 * share:.2g} %" for kind, share in left_shares(record))
     moved = f"{100 * record['moved_share']:.1f}".removesuffix(".0")
     return f"{moved} % of the change (squared norm)" + (f"; left behind: {parts}" if parts else "")
 
