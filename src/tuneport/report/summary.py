@@ -144,7 +144,7 @@ def distilled_words(found: Mapping[str, Any]) -> str:
     )
 
 
-def left_shares(record: Record) -> list[tuple[str, float]]:
+def left_shares(record: Record) -> Sequence[tuple[str, float]]:
     """The shares of the change that were left behind, by kind, the largest first."""
     left: Counter[str] = Counter()
     for item in record.get("left_behind", ()):
