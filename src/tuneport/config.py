@@ -352,6 +352,14 @@ NAMED = partial(
     option, None, help="Other column names: text=sentence,label=y.", group=SAMPLES, text=COLUMNS, metavar="LIST"
 )
 MAX_LENGTH = partial(option, None, help="Maximum tokens per text (default: 512).", group=SAMPLES, least=2)
+CLASSES = partial(
+    option,
+    None,
+    help="Names of the classes, in the head's order: red,green.",
+    group=TASK,
+    text=WORDS,
+    metavar="LIST",
+)
 HEAD = partial(option, None, help="Zero-shot head: a name in heads/, or a file.", group=TASK, metavar="NAME")
 EXCLUDE = partial(option, (), help="Name pattern of tensors to leave alone; repeatable.", group=TASK, metavar="GLOB")
 AS = {"help": "model, adapter or task-vector.", "metavar": "FORMAT"}
@@ -435,6 +443,7 @@ class MeasureConfig(Config):
         None, help="Maximum tokens that the maps are made from.", group=SAMPLES, least=1, listed=False
     )
     head: str | None = HEAD()
+    classes: tuple[str, ...] | None = CLASSES()
     head_fit: Literal["auto", "none", "projection"] = option(
         "auto", help="auto (fit a head on the target), none or projection.", group=TASK, metavar="NAME"
     )
@@ -443,7 +452,12 @@ class MeasureConfig(Config):
     )
     exclude: Sequence[str] = EXCLUDE()
     roles: Mapping[str, str | None] | None = option(
-        None, help="SOURCE=TARGET of roles whose names differ; repeatable.", group=TASK, text=ROLES, metavar="A=B"
+        None,
+        help="SOURCE=TARGET of roles whose names differ; repeatable.",
+        group=TASK,
+        text=ROLES,
+        metavar="A=B",
+        listed=False,
     )
     device: str = DEVICE()
     dtype: str = DTYPE()
@@ -623,6 +637,7 @@ class EvaluateConfig(Config):
     )
     by_class: bool = option(False, help="Also show the accuracy of each class.", control=True)
     head: str | None = HEAD()
+    classes: tuple[str, ...] | None = CLASSES()
     samples: int | None = option(None, help="Linear probe: training samples (default: all).", group=SAMPLES, least=1)
     seed: int = SEED()
     columns: Mapping[str, str] | None = NAMED()

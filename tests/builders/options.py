@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {  # another value for each option that has no obvious o
     "routes": ("copy", "port"),
     "time": 600,
     "dtype": "bfloat16",
+    "classes": ("red", "dark green"),
     "adapter_dtype": "float16",
 }
 WITH: dict[str, dict[str, Any]] = {  # options that go with another one

@@ -13,7 +13,7 @@ from ..config import EvaluateConfig
 from ..data.dataset import Dataset, align_labels
 from ..data.samplers import select
 from ..data.tasks import read_data
-from ..errors import CheckpointError, TuneportError
+from ..errors import CheckpointError, OptionError, TuneportError
 from ..io.checkpoint import LARGEST_INDEX, read_object
 from ..io.hub import local
 from ..io.output import RECORD
@@ -28,7 +28,7 @@ from ..models.weights import put
 from ..task_vectors.lora_format import Adapter, is_adapter
 from ..task_vectors.lora_read import whole_tensors
 from ..types import Events
-from .heads import labelling_by
+from .heads import labelling_by, renamed_classes
 
 IMAGES, TEXTS = 128, 16  # samples per pass
 ANSWER = 128  # most tokens of an answer
@@ -57,7 +57,8 @@ def evaluate(
     config, events = EvaluateConfig.of(**options), events or Events()
     test = read_data(data, "test", labelled=False, columns=config.columns)
     device = pick_device(config.device)
-    opened = open_written(model, base, device=device, trust_remote_code=config.trust_remote_code)
+    more: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "classes": config.classes}
+    opened = open_written(model, base, device=device, **more)
     opened = opened.cut_at(config.max_length)
     protocol = config.protocol or usual_protocol(opened, test, config.head)
     if protocol == "zero-shot" and config.head is None and opened.logits is not None:
@@ -176,15 +177,19 @@ def open_written(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
+    classes: Sequence[str] | None = None,
 ) -> Model:
     """Open a model, or the base of an adapter or task vector with its change, as `apply` would write it.
 
-    `base` replaces the base that an adapter or a task vector names. A bare base gets the head of an adapter.
+    `base` replaces the base that an adapter or a task vector names. A bare base gets the head of an adapter, and its
+    classes the names of `classes`.
     """
     item = local(reference)
     if not is_adapter(item) and not is_task_vector(item):
         if base is not None:
             raise TuneportError(f"`base` goes with an adapter or a task vector, and {reference} is a model.")
+        if classes is not None:
+            raise OptionError(f"`classes` goes with an adapter, and {reference} is a model with classes of its own.")
         return open_model(reference, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     base = base or stated_base(item)
     if base is None:
@@ -193,7 +198,7 @@ def open_written(
     change = opened(item)
     head = {}
     if isinstance(change, Adapter):
-        labelling = labelling_by(change, model)
+        labelling = renamed_classes(labelling_by(change, model), classes)
         if labelling is not None and labelling != model.labelling:
             model = as_classifier(model, labelling, trust_remote_code=trust_remote_code)
         head = whole_tensors(change, model.head)

@@ -22,11 +22,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data.dataset import Dataset, align_labels, with_prompts
-from ..errors import CheckpointError, DataError, first_of
+from ..data.dataset import Dataset, align_labels, as_numbers, with_prompts
+from ..errors import CheckpointError, DataError, OptionError, first_of
 from ..io.tensors import describe
 from ..maps.ridge import ridge
 from ..measure.accuracy import encode_batches
+from ..measure.chance import LEVEL, tail
 from ..measure.samples import DatasetSamples, Samples
 from ..measure.signals import frozen
 from ..measure.tokens import scores_on
@@ -39,6 +40,7 @@ from ..task_vectors.lora_format import PREFIX, Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
 
+LOOKED_AT = 8  # samples of a class, to see what the fine-tune answers
 MOST_TOKENS = 20_000  # that fit the head of a token classifier: the cost grows with their number
 TASK_TYPES = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}  # of peft
 _HEAD = re.compile(r"(classifier|score|head|classification_head)(\.modules_to_save)?(\.out_proj)?\.weight")
@@ -61,6 +63,48 @@ def labelling_by(finetuned: Finetuned, source: Model) -> Labelling | None:
     task = "image" if source.kind == "image" else TASK_TYPES.get(finetuned.task_type or "", "sequence")
     named = len(finetuned.classes) == rows[-1]
     return Labelling(task, finetuned.classes if named else tuple(map(str, range(rows[-1]))))
+
+
+def renamed_classes(labelling: Labelling | None, names: Sequence[str] | None) -> Labelling | None:
+    """What a classification layer decides, with other names of its classes, in their order; None leaves them.
+
+    Raises:
+        OptionError: if there is no such layer, or if it has another number of classes.
+    """
+    if names is None:
+        return labelling
+    if labelling is None:
+        raise OptionError("`classes` names those of a classification layer, and there is none to fit: leave it out.")
+    if len(set(names)) != len(labelling.classes) or len(set(names)) != len(names):
+        count, has = len(labelling.classes), first_of(labelling.classes)
+        raise OptionError(f"`classes` has {len(set(names))} different names; the head has {count} classes: {has}.")
+    return replace(labelling, classes=tuple(names))
+
+
+def answers_by_name(models: Sides[Model], change: Change, head: Head, data: Dataset) -> str:
+    """Say what the fine-tune answers on a few samples of each class of the data, and propose an order if it is clear.
+
+    Nothing is said where the head has names, or the data have no labels.
+    """
+    if data.labels is None or as_numbers(head.classes) != list(range(len(head.classes))):
+        return ""
+    said, order, count = [], dict[int, str](), len(head.classes)
+    for label, name in enumerate(data.classes):
+        rows = np.flatnonzero(data.labels == label)[:LOOKED_AT]
+        if not len(rows):
+            continue
+        found = scores_by(models.source, change.teacher, head, data.subset(rows)).argmax(-1)
+        top = int(np.bincount(found).argmax())
+        times = int((found == top).sum())
+        said.append(f"{name}: {head.classes[top]} ({times} of {len(rows)})")
+        if tail(len(rows), times, 1 / count) < LEVEL:
+            order.setdefault(top, name)
+    if not said:
+        return ""
+    words = f" On a few samples of each the fine-tune answers {first_of(said)}."
+    if len(order) < count or len(data.classes) != count:
+        return f"{words} That shows no clear order: give it as `classes`."
+    return f"{words} So pass `classes={','.join(order[place] for place in range(count))!r}`."
 
 
 def with_heads(models: Sides[Model], labelling: Labelling, trust_remote_code: bool) -> Sides[Model]:

@@ -54,7 +54,7 @@ from ..report.record import to_json
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
-from .heads import labelling_by, scores_by, take_head, with_heads
+from .heads import labelling_by, renamed_classes, scores_by, take_head, with_heads
 from .scale import ScaleChoice
 
 LEAST_LEFT = 0.5  # of the weights of the base in a fine-tune: their coefficient in it
@@ -115,7 +115,7 @@ def read_change(
 def _headed(models: Sides[Model], tuned: Finetuned, config: MeasureConfig) -> Sides[Model] | None:
     """Both models with a head for the classes of the fine-tune, if it has one and it is to be fitted."""
     fits = config.head_fit != "none" and config.head is None and config.loss in (None, "classification")
-    labelling = labelling_by(tuned, models.source) if fits else None
+    labelling = renamed_classes(labelling_by(tuned, models.source) if fits else None, config.classes)
     if labelling is None:
         return None
     headed = with_heads(models, labelling, config.trust_remote_code)

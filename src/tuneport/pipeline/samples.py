@@ -31,7 +31,7 @@ from ..models.open import pick_device, runnable
 from ..report import record as records
 from ..report.provenance import data_identity
 from ..types import Loss, Sides, Signal
-from .heads import agreement, labelled_by, scores_by, scores_of_labels, with_scores
+from .heads import agreement, answers_by_name, labelled_by, scores_by, scores_of_labels, with_scores
 
 Data = str | Path | Dataset | Iterable[Any]
 SCORED: frozenset[Signal] = frozenset({OUTPUT_GRADIENT})  # needs a loss on labelled samples
@@ -203,8 +203,11 @@ def _with_heads(question: _Question, models: Sides[Model], change: Change, confi
         for head in heads:
             align_labels(known, head.classes)
     except DataError as error:
+        if not change.fits_head:
+            raise
+        shown = answers_by_name(models, change, heads[0], known)
         way = ' Or pass `labels="source"`: the fine-tuned source then labels the samples.'
-        raise DataError(f"{error}{way if change.fits_head else ''}") from error
+        raise DataError(f"{error}{shown}{way}") from error
     return replace(question, heads=Sides(*heads), by_source=by_source)
 
 
