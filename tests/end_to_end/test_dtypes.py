@@ -187,7 +187,7 @@ def test_from_the_command_line(zoo: Zoo, tmp_path: Path) -> None:
     planned = CliRunner().invoke(app, ["plan", *words[1:9], *words[11:], "--json"])
     assert planned.exit_code == 0, planned.output
     refused = CliRunner().invoke(app, [*words, "--dtype", "int8", "--overwrite"])
-    assert str(refused.exception) == "unknown dtype 'int8'; known: float32, float64, bfloat16, float16."
+    assert str(refused.exception) == "unknown dtype 'int8'. Known: bfloat16, float16, float32, float64."
 
 
 class TestACPUWithoutUnits:
