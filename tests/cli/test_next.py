@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,18 @@ def test_texts(run: Run, place: Path, case: str, kind: str) -> None:
     asked = ["evaluate"] if case == "causal" and kind == "adapter" else []
     assert followed(run, done) == expected + asked + (["python"] if kind == "adapter" else [])
     assert "the data have" in done.err, "there are fewer than 100 rows"
+    blocks = dict(re.findall(r"With (\S+):\n\n```\w+\n(.*?)```", (place / "out" / "README.md").read_text(), re.DOTALL))
+    assert list(blocks) == (["peft", "vLLM", "llama.cpp"] if asked else ["peft"] if kind == "adapter" else [])
+    if blocks:
+        assert run_program(blocks["peft"]).code == 0
+    if asked:
+        served = ["vllm", "serve", names[1], "--enable-lora", "--max-lora-rank", "8"]
+        assert shlex.split(blocks["vLLM"]) == [*map(str, served), "--lora-modules", f"out={place / 'out'}"]
+        whole, lora, serve = map(shlex.split, blocks["llama.cpp"].splitlines())
+        assert whole == ["python", "convert_hf_to_gguf.py", str(names[1]), "--outfile", "new.gguf"]
+        assert lora[:3] == ["python", "convert_lora_to_gguf.py", str(place / "out")]
+        assert lora[3:] == ["--base", str(names[1]), "--outfile", "out.gguf"]
+        assert serve == ["llama-cli", "-m", "new.gguf", "--lora", "out.gguf"]
 
 
 def test_data_without_splits(run: Run, place: Path) -> None:

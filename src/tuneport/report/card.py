@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import html
 import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
@@ -25,7 +27,34 @@ def model_card(record: Record, library: str | None = None) -> str:
     metadata = _metadata(record, library).to_yaml()
     parts: dict[str, Any] = {"metadata": metadata, "rows": summary_rows(record), "kept": kept_rows(record)}
     parts |= {"scores": score_rows(record), "score_words": score_words(record) if "accuracies" in record else ""}
+    parts["serving"] = serving(record)
     return _ENVIRONMENT.get_template("card.md.jinja").render(record=record, **parts)
+
+
+def serving(record: Record) -> list[tuple[str, str, list[str]]]:
+    """What loads an adapter: the program, the language of its lines, and the lines; an adapter of a decoder is served.
+
+    llama.cpp converts an adapter, and its base, by scripts of its own.
+    """
+    adapter, out, base = record.get("adapter", {}), str(record.get("out", "")), record["target"].get("path")
+    if not (loader := adapter.get("loader")) or not out or not base:
+        return []
+    call = f"model = peft.{loader['name']}.from_pretrained({out!r}{loader['options']})"
+    found = [("peft", "python", ["import peft", call])]
+    served = adapter.get("vllm")
+    if served is None:
+        return found
+    if not served["refused"]:
+        rank = ["--enable-lora", "--max-lora-rank", str(served["max_lora_rank"])]
+        module = f"{Path(out).name}={out}"
+        found.append(("vLLM", "sh", [shlex.join(["vllm", "serve", base, *rank, "--lora-modules", module])]))
+    whole, lora = f"{Path(base).name}.gguf", f"{Path(out).name}.gguf"
+    lines = [
+        ["python", "convert_hf_to_gguf.py", base, "--outfile", whole],
+        ["python", "convert_lora_to_gguf.py", out, "--base", base, "--outfile", lora],
+        ["llama-cli", "-m", whole, "--lora", lora],
+    ]
+    return [*found, ("llama.cpp", "sh", [shlex.join(line) for line in lines])]
 
 
 def _metadata(record: Record, library: str | None) -> ModelCardData:
@@ -66,3 +95,4 @@ _ENVIRONMENT = Environment(
     keep_trailing_newline=True,
 )
 _ENVIRONMENT.filters["span"] = _span
+_ENVIRONMENT.filters["line"] = lambda text: Markup(_plain_name(text))  # of a code block
