@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from builders.commands import Run, assert_refused, loud, options
 from builders.folders import SMALL, Zoo, build, images, known_by
 from tuneport.data.formats import read_plain
+from tuneport.pipeline.scale import SCALES
 from tuneport.pipeline.transfer import transfer
 
 
@@ -119,6 +121,21 @@ def test_usage_is_checked_before_libraries_are_loaded(
     out = place / "new" if more else place
     done = run("transfer", "--source", "a", "--finetuned", "b", "--target", "c", "--data", "d", "--out", out, *more)
     assert_refused(done, 2 if more else 1, "they go with --as adapter" if more else "exists already")
+
+
+def test_progress_ends_with_the_choice_of_the_scale(
+    run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 samples are measured, and each is judged by eight candidates."""
+    monkeypatch.setattr("tuneport.cli.terminal.EVERY", 0.0)
+    done = run("transfer", *options(zoo), "--batch-size", "8", "--no-evaluate", "--out", place / "out")
+    assert done.code == 0, done.err
+    total = 24 * (1 + len(SCALES))
+    told = [int(found) for found in re.findall(rf": (\d+) of {total}$", done.err, re.MULTILINE)]
+    assert told == sorted(told)
+    assert told[-1] == total
+    assert f"measuring: 24 of {total}" in done.err
+    assert f"choosing the scale: {total} of {total}" in done.err
 
 
 def test_progress_is_told_where_there_is_no_terminal(

@@ -35,7 +35,7 @@ from tuneport.outputs import ModelOutput
 from tuneport.pipeline.heads import fit_head, measuring
 from tuneport.pipeline.scale import Judge, ScaleChoice, choose_on_halves
 from tuneport.task_vectors.vector import TaskVector
-from tuneport.types import ScaleRule
+from tuneport.types import Events, ScaleRule
 
 
 @pytest.fixture
@@ -447,7 +447,7 @@ class TestJudges:
         seen: list[list[TaskVector]] = []
 
         def chosen(
-            judge: Judge, sides: tuple[Measurement, Measurement], moved: Iterable[Transfer], rule: ScaleRule
+            judge: Judge, sides: tuple[Measurement, Measurement], moved: Iterable[Transfer], rule: ScaleRule, _: Events
         ) -> ScaleChoice:
             done = list(moved)
             seen.append([each.task_vector for each in done])

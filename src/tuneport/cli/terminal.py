@@ -173,7 +173,7 @@ class Bar(Events):
         self._bars.update(self._task, description=name)
 
     def plan(self, total: int) -> None:
-        self._bars.update(self._task, total=total or None)
+        self._bars.update(self._task, total=total or None, completed=0)
 
     def advance(self, count: int) -> None:
         self._bars.update(self._task, advance=count)

@@ -28,6 +28,7 @@ from .evaluate import open_written, with_protocol
 from .heads import with_teacher_scores
 from .inputs import conditions_of
 from .result import Result
+from .scale import SCALES
 from .transfer import Setup, choose_rule, prepare, run
 
 
@@ -171,7 +172,8 @@ def _passes(setup: Setup, config: TransferConfig, scale: float | ScaleRule, even
             events.note(
                 f"the models exceed the memory budget: {format_bytes(passes.fetched_bytes)} of weights are streamed"
             )
-    events.plan(len(setup.calibration.samples) * runs + (config.distill or 0))
+    judged = len(SCALES) if isinstance(scale, str) else 0  # each sample by each candidate
+    events.plan(len(setup.calibration.samples) * (runs + judged) + (config.distill or 0))
     return passes
 
 

@@ -39,7 +39,7 @@ from ..measure.signals import frozen
 from ..methods import Transfer
 from ..models.base import Model
 from ..outputs import Output, Update
-from ..types import Loss, ScaleRule
+from ..types import Events, Loss, ScaleRule
 from .heads import fitted
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -265,7 +265,11 @@ class Judge:
 
 
 def choose_on_halves(
-    judge: Judge, sides: tuple[Measurement, Measurement], moved: Iterable[Transfer], rule: ScaleRule = "auto"
+    judge: Judge,
+    sides: tuple[Measurement, Measurement],
+    moved: Iterable[Transfer],
+    rule: ScaleRule = "auto",
+    events: Events | None = None,
 ) -> ScaleChoice:
     """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
 
@@ -276,10 +280,13 @@ def choose_on_halves(
         sides: the measurement on each half, as `Measurement.halves` gives it.
         moved: the transfer from each half; a generator solves the second after the first is judged.
         rule: how the scale is chosen.
+        events: gets a sample for each that a candidate is judged on.
     """
+    events = events or Events()
     held_out = sides[0] is not sides[1]
     scores: dict[float, list[Scores]] = {scale: [] for scale in judge.candidates}
     for done, maker, other in zip(moved, sides, reversed(sides), strict=False):
+        events.step("choosing the scale")
         batches = judge.batches(other.samples)
         update = Update(judge.target, done.task_vector, fits_head=judge.fits_head)
         with judge.output.scaled(update) as scaled:
@@ -287,6 +294,7 @@ def choose_on_halves(
                 scaled.set(scale)
                 with fitted(judge.target, scaled.module, maker.samples, fits=judge.fits_head):
                     seen += judge.score_batches(scaled.module, batches)
+                events.advance(len(other.samples))
         if not held_out:
             break
     samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))

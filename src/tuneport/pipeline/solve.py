@@ -121,7 +121,7 @@ class _Solver:
             parts = self._measure_halves(groups[0], 0, first_groups)
             whole, counted = reduce(add, parts), _count(Statistics(), reduce(add, parts))
             solved = (self._with_rows(self._move(sides[0], part)) for part in parts)
-            choice = choose_on_halves(judge, sides, solved, rule)
+            choice = choose_on_halves(judge, sides, solved, rule, self.events)
             return self._with_rows(self._move(sides[0], whole)), choice, counted
         moved: list[list[Transfer]] = [[] for _ in halves]
         of_all, counted = [], Statistics()
@@ -134,7 +134,11 @@ class _Solver:
             of_all.append(self._move(group[0], whole) if len(parts) > 1 else moved[0][-1])
             del parts, whole  # before the next group is measured
         solved = (self._with_rows(Transfer.join(done)) for done in moved)
-        return self._with_rows(Transfer.join(of_all)), choose_on_halves(judge, sides, solved, rule), counted
+        return (
+            self._with_rows(Transfer.join(of_all)),
+            choose_on_halves(judge, sides, solved, rule, self.events),
+            counted,
+        )
 
     def _measure_halves(
         self, halves: Sequence[Measurement], index: int, groups: Sequence[Measurement]
