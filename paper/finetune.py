@@ -40,7 +40,7 @@ from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model, pick_device
 from tuneport.report.provenance import data_identity, identity_of, package_version, versions
 from tuneport.report.record import write_record
-from tuneport.training.loop import Schedule, run_steps
+from tuneport.training.loop import Pace, Schedule, run_steps
 from tuneport.types import Progress
 
 CHECKPOINTS = "checkpoints"
@@ -98,12 +98,11 @@ def finetune(
         schedule,
         len(data),
         loss_of,
-        stops=stops,
-        progress=progress,
-        pass_size=pass_size,
-        check_every=check_every,
+        Pace(stops=stops, pass_size=pass_size, check_every=check_every),
     )
     for step, loss in run:
+        if progress is not None:
+            progress(1)
         if log is not None:
             log(loss)
         if step in stops:

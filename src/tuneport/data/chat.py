@@ -1,7 +1,7 @@
 """Chats in the layouts of language-model data, as lists of messages with a role and a content.
 
 A layout is known by its columns: `messages` (OpenAI, Hugging Face), `conversations` (ShareGPT), `instruction`, `input`
-and `output` (Alpaca), `prompt` and `completion`. A column `system` adds a system message to any of them.
+and `output` (Alpaca), `prompt` and `completion`, or a bare `prompt`. A column `system` adds a system message to any of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..types import Chat
 from .dataset import LazySequence
 
 CHAT_COLUMNS = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "completion"))
+PROMPTS_ONLY = ("prompt",)
 MORE_COLUMNS = ("input", "system")  # of a chat, if the table has them
 ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
@@ -29,24 +30,26 @@ ROLES = {
 
 
 def read_chats(
-    columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDArray[np.int64], path: Path
+    columns: Mapping[str, Sequence[Any]], keys: Sequence[str], rows: NDArray[np.int64], path: Path, answered: bool
 ) -> LazySequence:
-    """The chats of some rows, by the columns `keys` of one layout; each must hold an answer of the assistant."""
+    """The chats of some rows, by the columns `keys` of one layout; if `answered`, each must hold an answer."""
     names = [name for name in (*keys, *MORE_COLUMNS) if name in columns]
-    read = partial(_read_chat, {name: columns[name] for name in names}, tuple(keys), path)
+    read = partial(_read_chat, {name: columns[name] for name in names}, tuple(keys), path, answered)
     for row in rows:
         read(int(row))
     return LazySequence(rows, read)
 
 
-def _read_chat(columns: Mapping[str, Sequence[Any]], keys: tuple[str, ...], path: Path, row: int) -> Chat:
+def _read_chat(
+    columns: Mapping[str, Sequence[Any]], keys: tuple[str, ...], path: Path, answered: bool, row: int
+) -> Chat:
     try:
-        return _chat(keys, {name: column[row] for name, column in columns.items()})
+        return _chat(keys, {name: column[row] for name, column in columns.items()}, answered)
     except ValueError as error:
         raise DataError(f"row {row + 1} of {path}: {error}.") from error
 
 
-def _chat(keys: tuple[str, ...], cells: Mapping[str, Any]) -> Chat:
+def _chat(keys: tuple[str, ...], cells: Mapping[str, Any], answered: bool) -> Chat:
     chat: Chat = []
     if cells.get("system"):
         chat += _messages(cells["system"], "system", "system")
@@ -56,11 +59,15 @@ def _chat(keys: tuple[str, ...], cells: Mapping[str, Any]) -> Chat:
     elif keys == ("prompt", "completion"):
         chat += _messages(cells["prompt"], "user", "prompt")
         chat += _messages(cells["completion"], "assistant", "completion")
+    elif keys == PROMPTS_ONLY:
+        chat += _messages(cells["prompt"], "user", "prompt")
     elif isinstance(cells[keys[0]], str):
         raise ValueError(f"{keys[0]} is a text; expected a list of messages")
     else:
         chat += _messages(cells[keys[0]], "", keys[0])
-    if not any(message["role"] == "assistant" and message["content"].strip() for message in chat):
+    if not any(message["content"].strip() for message in chat):
+        raise ValueError("no message has a text")
+    if answered and not any(message["role"] == "assistant" and message["content"].strip() for message in chat):
         raise ValueError("no message of the assistant has a text, so there is nothing to predict")
     return chat
 
@@ -94,3 +101,13 @@ def last_answer(chat: Chat) -> tuple[Chat, str]:
     """
     place = max(index for index, message in enumerate(chat) if message["role"] == "assistant")
     return chat[:place], chat[place]["content"]
+
+
+def prompt_of(chat: Chat) -> Chat:
+    """A chat up to where the assistant has to answer: all of it, or all before its last answer.
+
+    >>> prompt_of([{"role": "user", "content": "2 + 2?"}])
+    [{'role': 'user', 'content': '2 + 2?'}]
+    """
+    answered = chat[-1]["role"] != "user" and any(message["role"] == "assistant" for message in chat)
+    return last_answer(chat)[0] if answered else chat

@@ -13,23 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError, first_of
-from .chat import last_answer
+from .chat import prompt_of
 from .dataset import Dataset, LazySequence
 
 WAYS = 3  # to name the right choice: its place, its letter, its text
 
 
 def read_choices(
-    column: Sequence[Any], labels: Sequence[Any], rows: NDArray[np.int64], path: Path
+    column: Sequence[Any], labels: Sequence[Any] | None, rows: NDArray[np.int64], path: Path
 ) -> tuple[Sequence[list[str]], NDArray[np.int64]]:
-    """The choices of some rows and the place of the right one.
+    """The choices of some rows and the place of the right one; without labels, of none.
 
     Choices are a list of texts, and all labels of the column are their places from 0, their letters or their texts: the
     first of these that fits every row. Or, as in ARC, choices are {"text": [...], "label": [...]} with one of its own
     labels.
     """
     way, seen = set(range(WAYS)), -1
-    for row in range(len(column)):
+    for row in range(len(column) if labels is not None else 0):
+        assert labels is not None
         fitting = {number for number, names in enumerate(_ways(column[row])) if str(labels[row]) in names}
         if not fitting:
             continue
@@ -42,11 +43,14 @@ def read_choices(
             way, seen = way & fitting, row
     right = []
     for row in rows:
-        cell, label, names = column[row], str(labels[row]), _ways(column[row])
+        cell, names = column[row], _ways(column[row])
         if not names:
             raise DataError(
                 f"choices of row {row + 1} of {path} is {cell!r:.50}; expected a list of two texts or more."
             )
+        if labels is None:
+            continue
+        label = str(labels[row])
         if not any(label in each for each in names):
             known = " or ".join(first_of(map(str, each)) for each in (names if names[0] is not names[1] else names[:1]))
             raise DataError(f"label of row {row + 1} of {path} is {labels[row]!r:.80}; expected {known}.")
@@ -109,10 +113,11 @@ def each_answer(data: Dataset) -> tuple[Dataset, list[int]]:
 
 def with_answers(data: Dataset, answers: Sequence[str]) -> Dataset:
     """The samples with these answers to predict; the last answer of a chat is replaced."""
+    kept = replace(data, labels=None, choices=None, answers="data" if data.answers == "none" else data.answers)
     if not data.has_chats:
-        return replace(data, targets=answers, labels=None, choices=None)
+        return replace(kept, targets=answers)
     chats = [
-        [*last_answer(chat)[0], {"role": "assistant", "content": answer}]
+        [*prompt_of(chat), {"role": "assistant", "content": answer}]
         for chat, answer in zip(data.inputs, answers, strict=True)
     ]
-    return replace(data, inputs=chats, labels=None, choices=None)
+    return replace(kept, inputs=chats)

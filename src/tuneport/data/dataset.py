@@ -23,6 +23,7 @@ from ..io.untrusted import check_regular
 from ..types import Split
 
 Kind = Literal["image", "text"]
+Answers = Literal["data", "teacher", "none"]
 
 MOST_SAMPLES = 10**7
 UNLABELLED = -100  # the label of an unlabelled sample, which torch's cross_entropy ignores
@@ -75,7 +76,8 @@ class Dataset:
     is the split's name in the source, or "all" if it has none. `files` are the files that were read, without the image
     files of single samples. `scores` (N, classes) are those that a teacher gives to the samples; of a teacher that
     labels tokens, N pairs of the spans (T, 2) and scores (T, classes) of the tokens of a text, NaN for special ones.
-    `base_scores` are those that the teacher's base gives with the teacher's head.
+    `base_scores` are those that the teacher's base gives with the teacher's head. `answers` says whose the targets and
+    the last answers of chats are: the data's, a teacher's with the end of its turn, or nobody's for bare prompts.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -95,6 +97,7 @@ class Dataset:
     scores: NDArray[Any] | None = None
     base_scores: NDArray[Any] | None = None
     choices: Sequence[Sequence[str]] | None = None
+    answers: Answers = "data"
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -143,6 +146,53 @@ def with_prompts(dataset: Dataset) -> Dataset:
         return re.sub(r"\{text(_pair)?\}", lambda found: second if found[1] else first, prompt)
 
     return replace(dataset, inputs=LazySequence(np.arange(len(dataset)), fill), prompts=())
+
+
+def as_prompts(dataset: Dataset, template: str) -> Dataset:
+    """The texts, or what users ask in chats of one message, as plain prompts that a language model has to answer.
+
+    >>> as_prompts(Dataset(["four"], None, ()), "Spell {text}:").inputs[0]
+    'Spell four:'
+    """
+    if "{text}" not in template:
+        raise DataError(f"`template` is {template!r:.80}; expected {{text}} in it, where the text of a sample stands.")
+    inputs = dataset.inputs
+
+    def fill(index: int) -> str:
+        sample = inputs[index]
+        if isinstance(sample, list) and len(sample) == 1:
+            sample = sample[0]["content"]
+        if not isinstance(sample, str):
+            raise DataError(f"`template` takes one text; sample {index + 1} of {dataset} is a pair or a longer chat.")
+        return template.replace("{text}", sample)
+
+    bare = dataset.targets is None and dataset.labels is None and dataset.choices is None
+    filled = LazySequence(np.arange(len(dataset)), fill)
+    return replace(dataset, inputs=filled, answers="none" if bare else dataset.answers)
+
+
+def joined(first: Dataset, second: Dataset) -> Dataset:
+    """The samples of both, without labels; both have targets, choices, or neither."""
+
+    def both(name: str) -> Any:
+        one, two = getattr(first, name), getattr(second, name)
+        return None if one is None or two is None else _Joined(one, two)
+
+    inputs = _Joined(first.inputs, second.inputs)
+    more = {name: both(name) for name in ("targets", "choices")}
+    return replace(first, inputs=inputs, labels=None, scores=None, base_scores=None, **more)
+
+
+@dataclass(frozen=True, eq=False)
+class _Joined(Sequence[Any]):
+    first: Sequence[Any]
+    second: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.first[index] if index < len(self.first) else self.second[index - len(self.first)]
 
 
 def check_count(samples: int, name: object) -> None:

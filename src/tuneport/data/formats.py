@@ -21,7 +21,7 @@ from .arrow import read_parquet, read_saved
 from .dataset import SPLIT_NAMES, Dataset, Table, reading
 from .images import read_image_folder
 from .npz import read_npz
-from .rows import Parser, delimited, json_lines, json_list, read_rows
+from .rows import Parser, delimited, json_lines, json_list, read_rows, text_lines
 from .tables import from_table, renamed
 
 Reader = Callable[[Path, Split], Table]
@@ -33,6 +33,7 @@ _TEXTS: dict[str, Parser] = {
     ".json": json_list,
     ".csv": partial(delimited, ","),
     ".tsv": partial(delimited, "\t"),
+    ".txt": text_lines,
 }
 
 

@@ -1,4 +1,4 @@
-"""Text tables (JSONL, JSON, CSV, TSV, also packed by gzip), read as a stream and kept as JSON text until they are used.
+"""Text tables (JSONL, JSON, CSV, TSV, lines of text, also packed by gzip), read as a stream and kept as JSON text until they are used.
 
 Objects of Python take many times the memory of the text that they were read from, and a small archive can hold a huge
 table. So the text of a table is bounded, and so is that of a row. Cells stay as they are written: libraries that
@@ -109,6 +109,14 @@ def read_rows(parse: Parser, path: Path, _split: Split, most: int | None = None)
             rows.append(text.encode("utf-8", "surrogatepass"))
             check_count(len(rows), path)
     return Table({name: _Column(rows, name, place) for place, name in enumerate(names)}, files=(path,))
+
+
+def text_lines(file: _Text) -> Iterator[tuple[Iterable[str], str]]:
+    """Yield the lines of a text file, each of which is a sample."""
+    for line in file.lines():
+        file.begin_row()
+        if line.strip():
+            yield ("text",), _encode({"text": line.rstrip("\r\n")})
 
 
 def json_lines(file: _Text) -> Iterator[tuple[Iterable[str], str]]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..errors import DataError, first_of, is_text
 from ..types import Split
-from .chat import CHAT_COLUMNS, MORE_COLUMNS, read_chats
+from .chat import CHAT_COLUMNS, MORE_COLUMNS, PROMPTS_ONLY, prompt_of, read_chats
 from .choices import read_choices
 from .dataset import Dataset, LazySequence, Table, choose_split
 from .images import open_array, open_cell, open_file
@@ -67,14 +67,15 @@ def from_table(table: Table, path: Path, split: Split, also: Sequence[str] = (),
     if found is None:
         found, rows = _rows_of(split, columns.get("split"), size, path, also)
     labels, classes, choices = _read_answers(table, rows, path, labelled)
-    images, chats = keys == ("image",), keys in CHAT_COLUMNS
+    bare = keys == PROMPTS_ONLY and not labelled and not {"label", "target", "choices"} & set(columns)
+    images, chats = keys == ("image",), keys in CHAT_COLUMNS or bare
     inputs: Any
     if images:
         inputs = _images(columns["image"], rows, path)
     else:
         if keys == ("tokens",):
             columns = {**columns, "tokens": LazySequence(np.arange(size), partial(_words, columns["tokens"], path))}
-        inputs = read_chats(columns, keys, rows, path) if chats else _texts(columns, keys, rows, path)
+        inputs = read_chats(columns, keys, rows, path, labelled) if chats else _texts(columns, keys, rows, path)
     if not (images or chats) and len(rows) and not any("".join(texts).strip() for texts in inputs):
         raise DataError(f"{' and '.join(keys)} of {path} is empty in all of {len(rows)} rows; expected text.")
     targets = _texts(columns, ("target",), rows, path) if "target" in columns and not chats else None
@@ -93,6 +94,7 @@ def from_table(table: Table, path: Path, split: Split, also: Sequence[str] = (),
         targets=targets,
         choices=choices,
         files=table.files,
+        answers="none" if chats and not labelled and any(prompt_of(chat) is chat for chat in inputs) else "data",
     )
 
 
@@ -115,6 +117,8 @@ def _read_answers(
     values = table.columns.get("label")
     if "choices" in table.columns:
         column = table.columns["choices"]
+        if values is None and not labelled:
+            return None, (), read_choices(column, None, rows, path)[0]
         choices, labels = read_choices(column, [None] * len(column) if values is None else values, rows, path)
         return labels, tuple(map(str, range(max(map(len, choices), default=0)))), choices
     if values is None or (not labelled and _are_measures(values)):

@@ -12,7 +12,7 @@ from ..data.dataset import Dataset, align_labels
 from ..measure.accuracy import encode_batches
 from ..models.base import Model, outside_of
 from ..models.heads import choose_head
-from ..training.loop import Schedule, run_steps
+from ..training.loop import Pace, Schedule, run_steps
 from ..types import Progress
 
 
@@ -31,6 +31,6 @@ def finetune(model: Model, data: Dataset, schedule: Schedule, progress: Progress
         return F.cross_entropy(head.scores(model, module, batch), labels[rows])
 
     optimizer, stops = schedule.optimizer(module), {schedule.steps}
-    for _ in run_steps("the demo", module, optimizer, schedule, len(data), loss, stops=stops, progress=progress):
-        pass
+    for _ in run_steps("the demo", module, optimizer, schedule, len(data), loss, Pace(stops=stops)):
+        progress(1)
     return module.eval()

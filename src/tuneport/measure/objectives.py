@@ -55,6 +55,11 @@ def choose_objective(dataset: Dataset, models: Sequence[Model], wanted: str | No
             raise TuneportError(f"the {name} loss needs a model that predicts tokens that way; {model.name} {can}.")
     if name == "contrastive" and not _has_pairs(dataset):
         raise DataError(f"the contrastive loss needs pairs of texts; {dataset} has none: columns text and text_pair.")
+    if dataset.answers == "none" and name in ("causal", "seq2seq"):
+        raise DataError(
+            f"{dataset} has prompts without answers: give the answers, or let the old model write them, with upgrade "
+            "or distill."
+        )
     if name == "seq2seq" and read_answers(dataset) is None and not dataset.has_chats:
         raise DataError(f"the seq2seq loss needs what is to be written; {dataset} has no column target or label.")
     return OBJECTIVES[name]
@@ -282,7 +287,8 @@ def _encode_pairs(model: Model, samples: Dataset) -> Encoded:
 
 
 def _encode_continuations(model: Model, samples: Dataset) -> Encoded:
-    return _reader(model).continuations(list(samples.inputs), read_answers(samples))
+    taught = samples.answers == "teacher"
+    return _reader(model).continuations(list(samples.inputs), read_answers(samples), taught=taught)
 
 
 def _encode_answers(model: Model, samples: Dataset) -> Encoded:

@@ -71,6 +71,14 @@ def apply_template(tokenizer: Any, chat: Chat, **options: Any) -> str:
     return rendered
 
 
+def prompt_text(tokenizer: Any, chat: Chat) -> str:
+    """A chat up to where the model's turn begins: by the template, or line by line without one."""
+    if tokenizer.chat_template:
+        return apply_template(tokenizer, chat, add_generation_prompt=True)
+    text = _plain(chat).text
+    return text if not text or text[-1].isspace() else text + "\n"
+
+
 def gap_between(text: str, more: str, blank: str) -> str:
     """The blank to write between two texts; none where one of them has a blank there, or is empty."""
     return blank if text and more and not (text[-1].isspace() or more[0].isspace()) else ""

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import CaptureError, DataError, TuneportError, reraised
 from ..types import Chat, Progress
 from .base import Model
-from .chat import apply_template, render_chat
+from .chat import apply_template, prompt_text
 from .tokenizer import Reader
 
 Prompt = str | Chat
@@ -155,12 +155,7 @@ def _encode(model: Model, prompts: Sequence[Prompt], new: int) -> list[list[int]
 
 def _rendered(reader: Reader, prompt: Prompt) -> str:
     """The prompt as the model reads it: a chat by the template, up to where the model's turn begins."""
-    if isinstance(prompt, str):
-        return prompt
-    if reader.tokenizer.chat_template:
-        return apply_template(reader.tokenizer, prompt, add_generation_prompt=True)
-    text = render_chat(reader.tokenizer, prompt).text
-    return text if not text or text[-1].isspace() else text + "\n"
+    return prompt if isinstance(prompt, str) else prompt_text(reader.tokenizer, prompt)
 
 
 def _first(reader: Reader) -> int:

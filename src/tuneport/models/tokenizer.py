@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, DataError, reraised
 from ..types import Chat
-from .chat import Place, Rendered, gap_between, marks_answers, render_chat
+from .chat import Place, Rendered, gap_between, marks_answers, prompt_text, render_chat
 
 IGNORED = -100  # label of a token that is not predicted
 BLANK = 0.01  # of a character
@@ -132,30 +132,47 @@ class Reader:
             raise DataError("pairs of texts are needed: columns text and text_pair, or text1 and text2.")
         return self.texts([text for pair in pairs for text in pair])
 
-    def continuations(self, texts: Sequence[Text | Chat], targets: Sequence[str] | None) -> Encoded:
-        """Encode for a causal model, which predicts each whole text, only the target, or a chat's answers."""
+    def continuations(
+        self, texts: Sequence[Text | Chat], targets: Sequence[str] | None, *, taught: bool = False
+    ) -> Encoded:
+        """Encode for a causal model, which predicts each whole text, only the target, or a chat's answers.
+
+        If a teacher has `taught` the answers, it predicts the last answer of a chat alone, and after an answer the end
+        of a text, as the teacher has written it.
+        """
         if texts and isinstance(texts[0], list):
-            return self.chats(cast(Sequence[Chat], texts))
+            chats = cast(Sequence[Chat], texts)
+            if self.tokenizer.chat_template or not taught:
+                return self.chats(chats, last=taught)
+            texts, targets = [prompt_text(self.tokenizer, chat[:-1]) for chat in chats], [c[-1]["content"] for c in chats]
         starts = [_joined(cast(Text, text)) for text in texts]
         _check_targets(starts, targets or ())
         ends = [""] * len(starts) if targets is None else targets
         whole = [start + gap_between(start, end, " ") + end for start, end in zip(starts, ends, strict=True)]
-        tokens = self._tokenize(whole)
+        mark = (self.tokenizer.eos_token or "") if taught else ""
+        tokens = self._tokenize([text + mark for text in whole])
         places = [
             [(0 if targets is None else len(start), len(text))] for start, text in zip(starts, whole, strict=True)
         ]
-        labels = tokens.labels(None if targets is None else places)
+        marked = [[(begin, end + len(mark))] for [(begin, end)] in places]
+        labels = tokens.labels(None if targets is None else marked)
         if targets is not None:
             self._check_answers(whole, labels)
-        found = self._encoded(tokens, whole)
+        inside = [
+            (row, [None if begin >= len(text) else part for (begin, _), part in zip(row, parts, strict=True)])
+            for row, parts, text in zip(tokens.places, tokens.parts, whole, strict=True)
+        ]
+        found = self._encoded(tokens, whole, inside if mark else None)
         return replace(found, labels=labels, characters=tokens.characters(labels, places))
 
-    def chats(self, chats: Sequence[Chat]) -> Encoded:
-        """Encode chats by the tokenizer's template; a causal model predicts what the assistant writes.
+    def chats(self, chats: Sequence[Chat], *, last: bool = False) -> Encoded:
+        """Encode chats by the tokenizer's template; a causal model predicts what the assistant writes, or its `last`.
 
         A template with a generation block says itself what that is.
         """
         rendered = [render_chat(self.tokenizer, chat) for chat in chats]
+        if last:
+            rendered = [replace(chat, answers=chat.answers[-1:]) for chat in rendered]
         texts = [chat.text for chat in rendered]
         tokens = self._tokenize(texts, special=not self.tokenizer.chat_template)
         labels = tokens.labels(None if marks_answers(self.tokenizer) else [chat.answers for chat in rendered])
@@ -164,6 +181,8 @@ class Reader:
             marked = self.tokenizer.apply_chat_template(chats, truncation=True, max_length=self.longest, **options)
             for row, mask in enumerate(marked["assistant_masks"]):
                 labels[row, : len(mask)].masked_fill_(torch.tensor(mask) == 0, IGNORED)
+            if last:
+                labels = labels.masked_fill(tokens.labels([chat.answers for chat in rendered]) == IGNORED, IGNORED)
         self._check_answers(texts, labels)
         contents = [chat.contents for chat in rendered]
         inside = [_inside(offsets, chat) for offsets, chat in zip(tokens.places, rendered, strict=True)]

@@ -1,9 +1,10 @@
 """Distillation: a fine-tuned source teaches a target on unlabelled samples.
 
 Both models answer the same samples, augmented where that is possible, and the student's answers are drawn towards the
-teacher's. A tenth of the samples is held out: the state whose held-out answers are nearest to the teacher's is kept,
-or for language models that read texts the one that predicts the held-out texts best, and that may be the start. A run
-can be saved and continued with the same bits.
+teacher's. A part of the own samples is held out: the state whose held-out answers are nearest to the teacher's is kept,
+and that may be the start. Other samples, of anything, can be taught beside the own ones. A language model is anchored
+at what it predicts on neutral passages, and a state that has forgotten them is not kept. A run can be saved and
+continued with the same bits.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from itertools import product
 from statistics import median_low
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ..config import DistillConfig
+from ..data.dataset import Dataset, joined
 from ..errors import DataError, TuneportError
 from ..measure.samples import DatasetSamples, Samples
 from ..measure.signals import frozen
@@ -30,17 +34,21 @@ from ..models.weights import finetuned
 from ..task_vectors.vector import TaskVector
 from ..types import Events, Sides
 from .augment import Reader
-from .loop import Schedule, passes, run_steps
-from .matching import Matching, matching_of, unlabelled
+from .loop import Pace, Schedule, passes, run_steps
+from .matching import NONE, Matching, matching_of, unlabelled
+from .neutral import TOLERANCE, Neutral
 from .state import StateFile
 from .student import student_of
 
-STEPS = DistillConfig.steps  # by default
 FEWEST = 8  # samples
 FEWEST_OF_BATCH = 2  # a batch of one has no other sample to be compared or blended with
 READ = 128  # samples that are read at once to see which can be compared
-HELD_OUT = 0.1  # share of the samples
+HELD_OUT, FEW, HELD_OUT_OF_FEW = 0.1, 50, 0.2  # share of the samples, also of few
 MOST_HELD_OUT = 200
+OWN = 8  # own samples are at least one of so many that are taught
+PASS_LETTERS = 6000  # characters of the texts of a pass, about 2,000 tokens
+ANCHORED = 2  # an anchor every so many steps
+STEPS, MOST_STEPS, EPOCHS = 300, 1000, 5  # of a run whose steps follow from the samples
 RATE = 0.12  # the learning rate of a model of width one
 LORA_RATE = 5.0  # times that of all weights
 VIEWS = 4  # augmented copies of each held-out sample
@@ -48,12 +56,16 @@ VIEWS = 4  # augmented copies of each held-out sample
 
 @dataclass(frozen=True)
 class Mark:
-    """A point of the curve: the mean training loss since the last, and loss and agreement on held-out samples."""
+    """A point of the curve: the mean training loss since the last, loss and agreement on held-out samples.
+
+    `neutral` is the loss on neutral passages, in nats per token.
+    """
 
     step: int
     loss: float | None
     held_out_loss: float
     agreement: float
+    neutral: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,27 +76,41 @@ class Distilled:
     matching: str
     learning_rate: float
     batch_size: int
+    steps: int
     samples: int
+    extra: int
     held_out: int
     left_out: int
     curve: tuple[Mark, ...]
     best: int
+    neutral: float | None
 
 
-def schedule_of(config: DistillConfig, model: Model, usual: int) -> Schedule:
+@dataclass(frozen=True, eq=False)
+class Extra:
+    """Samples that are taught beside the own ones, answered as those are; they judge too if they are `like_own`."""
+
+    data: Dataset
+    like_own: bool = False
+
+
+def schedule_of(config: DistillConfig, model: Model, usual: int, count: int) -> Schedule:
     """Ten steps of warm-up, no weight decay: the start is where the student shall stay near.
 
-    The learning rate follows from the student's width unless it is given, and the batch size is the `usual` one.
+    The learning rate follows from the student's width unless it is given, the batch size is the `usual` one, and steps
+    follow from the number of samples.
     """
+    batch = config.batch_size or usual
+    steps = config.steps or min(max(round(EPOCHS * count / batch), STEPS), MOST_STEPS)
     rate = RATE / median_low(layer.in_features for layer in model.layers)
     rate *= LORA_RATE if config.lora is not None else 1.0
     return Schedule(
-        config.steps,
-        config.batch_size or usual,
+        steps,
+        batch,
         config.learning_rate or rate,
         weight_decay=0.0,
         seed=config.seed,
-        warmup=min(10, config.steps // 3),
+        warmup=min(10, steps // 3),
     )
 
 
@@ -93,6 +119,7 @@ def distill(
     student: nn.Module,
     config: DistillConfig,
     *,
+    extra: Extra | None = None,
     events: Events | None = None,
     saved: StateFile | None = None,
 ) -> Distilled:
@@ -102,54 +129,60 @@ def distill(
         samples: with both models; the module of the source is the teacher. Their labels are not used.
         student: a copy of the target's module; its parameters that need a gradient are trained.
         config: steps, learning rate, batch size and seed.
+        extra: samples that are taught beside the own ones.
         events: listens to the run.
         saved: keeps the state of the run, and gives back that of a killed one.
     """
-    events, samples = events or Events(), unlabelled(samples)
+    events, own, target = events or Events(), len(samples), samples.models.target
+    if extra is not None:
+        both = joined(samples.chosen, extra.data)
+        samples = replace(samples, dataset=both, indices=np.arange(len(both)))
+    samples = unlabelled(samples)
     matching = matching_of(samples)
     compared = _comparable(samples, matching)
-    held_out, taught = divide(compared)
-    schedule = schedule_of(config, samples.models.target, matching.batch_size)
-    teacher, precision = samples.models.source.module, _autocast(samples.models.target)
-    lengths = None
+    held_out, taught, others = _lessons(compared, own, extra)
+    schedule = schedule_of(config, target, matching.batch_size, len(taught))
+    steps = schedule.steps
+    events.plan(steps)
+    teacher, precision = samples.models.source.module, _autocast(target)
+    lengths, pass_size = None, matching.pass_size
     if samples.dataset.kind != "image":
         lengths = torch.tensor([len(str(text)) for text in taught.chosen.inputs])
-    reader, exam = Reader(taught, config.steps, config.seed), Reader(held_out, VIEWS, config.seed)
-    marks = {round(config.steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
-    stops = {mark for mark in marks if 0 < mark <= config.steps}
+    if target.generates is not None and lengths is not None:
+        pass_size = max(FEWEST_OF_BATCH, min(pass_size, PASS_LETTERS // int(lengths.max())))
+    reader, exam = Reader(taught, steps, config.seed), Reader(held_out, VIEWS, config.seed)
+    marks = {round(steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
+    stops = {mark for mark in marks if 0 < mark <= steps}
+    neutral = Neutral(target) if target.generates is not None else None
 
     def loss_of(step: int, rows: Tensor) -> Tensor:
         if matching.augmented:
             return run.loss(reader.view(rows.numpy(), step, blended=True))
-        return run.loss(reader.plain(rows.numpy()))
+        return run.loss(reader.plain(rows.numpy()), None if known is None else known[rows])
+
+    def anchor(step: int) -> Tensor | None:
+        if neutral is None or step % ANCHORED:
+            return None
+        with precision:
+            return ANCHORED * neutral.anchor(student, step // ANCHORED)
 
     with frozen(teacher):
         student.eval()
-        count = len(taught)
-        run = _Run(teacher, student, matching, precision)
+        run = _Run(teacher, student, matching, precision, neutral)
+        known = run.ask_once(reader, pass_size) if matching.asked_once else None
         first = run.begin(schedule, exam, saved)
         events.advance(first)
         for mark in run.curve:
             events.mark(mark)
-        what = f"the distillation of {samples.models.target.name}"
-        for step, loss in run_steps(
-            what,
-            student,
-            run.optimizer,
-            schedule,
-            count,
-            loss_of,
-            first=first,
-            stops=stops,
-            progress=events.advance,
-            pass_size=matching.pass_size,
-            lengths=lengths,
-        ):
+        what = f"the distillation of {target.name}"
+        pace = Pace(first, stops, pass_size, lengths)
+        for step, loss in run_steps(what, student, run.optimizer, schedule, len(taught), loss_of, pace, anchor):
+            events.advance(1)
             run.losses.append(loss)
             if step in stops:
                 run.mark(step, exam)
                 events.mark(run.curve[-1])
-            if saved is not None and (saved.due or step == config.steps):
+            if saved is not None and (saved.due or step == steps):
                 run.save(step, saved)
     with torch.no_grad():
         for name, parameter in run.trained.items():
@@ -158,12 +191,15 @@ def distill(
         student,
         matching.name,
         schedule.learning_rate,
-        min(schedule.batch_size, count),
-        len(taught),
+        min(schedule.batch_size, len(taught)),
+        steps,
+        len(np.unique(taught.indices)) - others,
+        others,
         len(held_out),
         len(samples) - len(compared),
         tuple(run.curve),
         run.best_step,
+        None if neutral is None else neutral.base,
     )
 
 
@@ -171,9 +207,15 @@ class _Run:
     """What changes while a student learns: its parameters, the optimizer, the best state, and the curve."""
 
     def __init__(
-        self, teacher: nn.Module, student: nn.Module, matching: Matching, precision: AbstractContextManager[Any]
+        self,
+        teacher: nn.Module,
+        student: nn.Module,
+        matching: Matching,
+        precision: AbstractContextManager[Any],
+        neutral: Neutral | None = None,
     ) -> None:
         self.teacher, self.student, self.matching, self.precision = teacher, student, matching, precision
+        self.neutral = neutral
         self.trained = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
         self.losses: list[Tensor] = []  # since the last mark
         self.known: dict[int, Any] = {}  # answers of the teacher to held-out batches
@@ -211,9 +253,17 @@ class _Run:
             tensors["losses"] = torch.stack(self.losses)
         saved.save(tensors, {"step": step, "best": self.best_step, "curve": [asdict(mark) for mark in self.curve]})
 
-    def loss(self, batch: Sides[Encoded]) -> Tensor:
-        """The loss of the student on a batch."""
-        return self.matching.loss(*self._answers(batch))
+    def ask_once(self, reader: Reader, size: int) -> Tensor:
+        """The teacher's scores (N, K) of all samples, which stay as they are while the student learns."""
+        rows = torch.arange(len(reader.samples))
+        with torch.no_grad(), self.precision:
+            parts = [self.matching.ask.source(self.teacher, reader.plain(p.numpy()).source) for p in rows.split(size)]
+        return pad_sequence([row for part in parts for row in part], batch_first=True, padding_value=NONE)
+
+    def loss(self, batch: Sides[Encoded], wanted: Tensor | None = None) -> Tensor:
+        """The loss of the student on a batch; `wanted` are the teacher's scores where they are known."""
+        wanted, found = self._answers(batch, wanted)
+        return self.matching.loss(wanted[:, : found.shape[1]] if self.matching.asked_once else wanted, found)
 
     def mark(self, step: int, exam: Reader) -> None:
         """Add a point to the curve, and keep the state if it is the best so far."""
@@ -237,10 +287,15 @@ class _Run:
             )
         taught = float(torch.stack(self.losses).mean()) if self.losses else None
         self.losses.clear()
-        if not self.curve or loss < self.curve[self._best_mark()].held_out_loss:
+        neutral = None
+        if self.neutral is not None:
+            with self.precision:
+                neutral = self.neutral.loss(self.student)
+        kept = self.neutral is None or neutral is None or neutral <= (1 + TOLERANCE) * self.neutral.base
+        if not self.curve or (kept and loss < self.curve[self._best_mark()].held_out_loss):
             self.best = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.trained.items()}
             self.best_step = step
-        self.curve.append(Mark(step, taught, loss, agreement))
+        self.curve.append(Mark(step, taught, loss, agreement, neutral))
 
     def _best_mark(self) -> int:
         return next(number for number, mark in enumerate(self.curve) if mark.step == self.best_step)
@@ -283,8 +338,28 @@ def divide(samples: DatasetSamples) -> tuple[DatasetSamples, DatasetSamples]:
         raise DataError(
             f"a distillation needs at least {FEWEST} samples, of which some are held out; got {len(samples)}."
         )
-    count = min(max(round(HELD_OUT * len(samples)), 2), MOST_HELD_OUT)
+    share = HELD_OUT if len(samples) >= FEW else HELD_OUT_OF_FEW
+    count = min(max(round(share * len(samples)), 2), MOST_HELD_OUT)
     return samples.take(slice(len(samples) - count, None)), samples.take(slice(len(samples) - count))
+
+
+def _lessons(
+    samples: DatasetSamples, own: int, extra: Extra | None
+) -> tuple[DatasetSamples, DatasetSamples, int]:
+    """The samples that are held out, those that are taught, and how many of the latter are extra ones.
+
+    Own samples are repeated until they are a fixed share of what is taught. Of few own samples none is held out if
+    extra ones are like them.
+    """
+    if extra is None:
+        return *divide(samples), 0
+    kept, more = samples.take(samples.indices < own), samples.take(samples.indices >= own)
+    if extra.like_own and len(kept) < FEW:
+        held_out, more = divide(more)
+    else:
+        held_out, kept = divide(kept)
+    times = max(1, round(len(more) / ((OWN - 1) * max(len(kept), 1))))
+    return held_out, replace(samples, indices=np.concatenate([np.tile(kept.indices, times), more.indices])), len(more)
 
 
 def _autocast(model: Model) -> AbstractContextManager[Any]:
@@ -300,6 +375,7 @@ def teach(
     start: TaskVector,
     config: DistillConfig,
     *,
+    extra: Extra | None = None,
     events: Events | None = None,
     saved: StateFile | None = None,
 ) -> tuple[TaskVector, dict[str, Any]]:
@@ -311,6 +387,7 @@ def teach(
         change: of the source, which makes it the teacher.
         start: the change of the target that the student begins with.
         config: the options.
+        extra: samples that are taught beside the own ones.
         events: listens to the run.
         saved: keeps the state of the run, and gives back that of a killed one.
     """
@@ -323,17 +400,19 @@ def teach(
     student = student_of(target, start, config.lora, config.seed)
     started = time.perf_counter()
     with finetuned(source, change):
-        found = distill(samples, student.module, config, events=events, saved=saved)
+        found = distill(samples, student.module, config, extra=extra, events=events, saved=saved)
     return student.change(), {
         "matching": found.matching,
         "samples": found.samples,
+        "extra": found.extra,
         "held_out": found.held_out,
         "left_out": found.left_out,
-        "steps": config.steps,
+        "steps": found.steps,
         "batch_size": found.batch_size,
         "learning_rate": found.learning_rate,
         "lora": config.lora,
         "best": found.best,
+        "neutral": found.neutral,
         "curve": [asdict(mark) for mark in found.curve],
         "seconds": round(time.perf_counter() - started, 3),
     }

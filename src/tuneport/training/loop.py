@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ..errors import TuneportError
 from ..io.tensors import all_finite
-from ..types import Progress
 
 BatchLoss = Callable[[int, Tensor], Tensor]  # step (0-based) and row numbers -> mean loss of these samples
 
@@ -64,6 +63,25 @@ def fast_products(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+@dataclass(frozen=True, eq=False)
+class Pace:
+    """How the steps are taken, which changes no result but for the order of sums.
+
+    Args:
+        first: steps that an earlier run has done.
+        stops: steps at which the module must be sound.
+        pass_size: samples in one forward and backward pass; gradients of a larger batch are accumulated.
+        lengths: of the samples (N,): passes of a batch hold samples of a similar length, which need little padding.
+        check_every: steps between two checks of the losses, for which the device is synchronised.
+    """
+
+    first: int = 0
+    stops: Collection[int] = ()
+    pass_size: int = 128
+    lengths: Tensor | None = None
+    check_every: int = 50
+
+
 def run_steps(
     what: str,
     module: nn.Module,
@@ -71,13 +89,8 @@ def run_steps(
     schedule: Schedule,
     count: int,
     loss: BatchLoss,
-    *,
-    first: int = 0,
-    stops: Collection[int] = (),
-    progress: Progress | None = None,
-    pass_size: int = 128,
-    lengths: Tensor | None = None,
-    check_every: int = 50,
+    pace: Pace | None = None,
+    more: Callable[[int], Tensor | None] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Train in place; yield the number of steps done, and the loss of the last, after each step.
 
@@ -90,13 +103,11 @@ def run_steps(
         schedule: steps, batches and learning rates.
         count: the number of samples.
         loss: the mean loss of some samples at a step.
-        first: steps that an earlier run has done.
-        stops: steps at which the module must be sound.
-        progress: called with 1 after each step.
-        pass_size: samples in one forward and backward pass; gradients of a larger batch are accumulated.
-        lengths: of the samples (N,): passes of a batch hold samples of a similar length, which need little padding.
-        check_every: steps between two checks of the losses, for which the device is synchronised.
+        pace: where to begin, and how to divide the work.
+        more: a loss of a step that no sample has, or None; it is not part of the loss that is yielded.
     """
+    pace = pace or Pace()
+    stops, lengths = pace.stops, pace.lengths
     device = next(module.parameters()).device
     unchecked: list[Tensor] = []  # losses that are still on the device
 
@@ -114,7 +125,7 @@ def run_steps(
             )
         check(ok, f"the loss is NaN or infinite at step {number}")
 
-    for step, rows in islice(enumerate(_draws(count, schedule)), first, None):
+    for step, rows in islice(enumerate(_draws(count, schedule)), pace.first, None):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
         optimizer.zero_grad(set_to_none=True)
@@ -124,16 +135,17 @@ def run_steps(
             torch.manual_seed((schedule.seed * 1_000_003 + step) % 2**63)
             if lengths is not None:
                 rows = rows[lengths[rows].argsort(stable=True)]
-            for part in passes(rows, pass_size):
+            for part in passes(rows, pace.pass_size):
                 share = loss(step, part) * (len(part) / len(rows))
                 share.backward()
                 losses.append(share.detach())
+            extra = more(step) if more is not None else None
+            if extra is not None:
+                extra.backward()
         optimizer.step()
-        if progress is not None:
-            progress(1)
         unchecked.append(torch.stack(losses).sum())
         last = unchecked[-1]
-        if step + 1 in stops or len(unchecked) == check_every:
+        if step + 1 in stops or len(unchecked) == pace.check_every:
             for number, finite in enumerate(torch.stack(unchecked).isfinite().tolist(), step + 2 - len(unchecked)):
                 check_loss(finite, number)
             unchecked.clear()

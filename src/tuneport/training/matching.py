@@ -27,6 +27,7 @@ from ..models.base import Model, widened
 from ..models.heads import Head
 from ..models.tokenizer import PADDING, Encoded
 from ..types import Sides
+from .answers import is_choice
 
 Ask = Callable[[nn.Module, Encoded], Any]
 Tokens = tuple[Tensor, Tensor, int]  # scores (N, K, vocabulary) and labels (N, K) from this position on
@@ -34,7 +35,6 @@ Tokens = tuple[Tensor, Tensor, int]  # scores (N, K, vocabulary) and labels (N, 
 BATCH = 128  # samples of an update
 TEXTS = 32  # of a pass: texts of a similar length, padded little
 ANSWERS = 8  # of a sample at most: each of them takes time
-CHARACTER = 0.5  # two places that are nearer have blanks between them at most
 NONE = -1e6  # the score of an answer that only other samples have
 SOFTNESS = 0.1  # the standard deviation of a sample's class scores in the soft targets
 
@@ -46,7 +46,8 @@ class Matching:
     The loss is a mean over samples or tokens, and zero where the answers are the same. `batch_size` samples make an
     update, in passes of `pass_size`. `augmented` says whether the teacher can judge augmented samples. `own_loss` is
     that of a student's answers alone: texts say what was to be written, whatever the teacher thinks of them.
-    `comparable` (N,) says which samples of a batch have anything to compare; None if all have.
+    `comparable` (N,) says which samples of a batch have anything to compare; None if all have. A teacher that is
+    `asked_once` gives scores (N, K) of samples that are never augmented.
     """
 
     name: str
@@ -58,11 +59,12 @@ class Matching:
     augmented: bool = False
     own_loss: Callable[[Any], Tensor] | None = None
     comparable: Callable[[Sides[Encoded]], Tensor] | None = None
+    asked_once: bool = False
 
 
 def unlabelled(samples: DatasetSamples) -> DatasetSamples:
     """The samples without labels; a question to language models is asked with each of its answers."""
-    if samples.dataset.labels is None:
+    if not is_choice(samples.dataset):
         return samples
     if samples.objective.name not in ("causal", "seq2seq"):
         return replace(samples, dataset=replace(samples.dataset, labels=None))
@@ -80,7 +82,7 @@ def matching_of(samples: DatasetSamples) -> Matching:
     if teacher.generates is not None and teacher.generates == student.generates:
         readers = [model.reader for model in samples.models]
         same = readers[0] is not None and readers[1] is not None and readers[0].same_tokens(readers[1])
-        return _of_tokens(samples.models) if same else _of_spans(samples.models)
+        return _of_tokens(samples.models) if same else _of_texts(samples.models)
     for model in samples.models:
         if model.features is None:
             raise TuneportError(f"{model.name} gives no features and has no head: there is nothing to distill.")
@@ -196,7 +198,7 @@ def _of_answers(models: Sides[Model]) -> Matching:
 
     def ask(model: Model) -> Ask:
         def answer(module: nn.Module, encoded: Encoded) -> Tensor:  # (N, most answers)
-            losses = sample_losses(*next_tokens(model, module, batch_for(model, encoded)))
+            losses = sample_losses(*next_tokens(model, module, batch_for(model, encoded), encoded.counts))
             return pad_sequence((-losses).split(list(encoded.counts)), batch_first=True, padding_value=NONE)
 
         return answer
@@ -204,7 +206,14 @@ def _of_answers(models: Sides[Model]) -> Matching:
     def comparable(sides: Sides[Encoded]) -> Tensor:
         return torch.tensor(sides.target.counts) > 1
 
-    return Matching("answers", Sides(*map(ask, models)), _divergence, _same_class, 16, 4, comparable=comparable)
+    asked = Sides(*map(ask, models))
+    return Matching("answers", asked, _answer_loss, _same_class, 16, 16, comparable=comparable, asked_once=True)
+
+
+def _answer_loss(teacher: Tensor, student: Tensor) -> Tensor:
+    """The divergence among the answers (N, K), and the surprise at the teacher's own: the student has to write it."""
+    own = student.gather(1, teacher.argmax(-1, keepdim=True))
+    return _divergence(teacher, student) - own.mean()
 
 
 def _of_tokens(models: Sides[Model]) -> Matching:
@@ -226,10 +235,10 @@ def _of_tokens(models: Sides[Model]) -> Matching:
     return Matching(
         "tokens",
         Sides(*map(ask, models)),
-        _token_loss,
+        lambda teacher, student: _token_loss(teacher, student) + _text_loss(student),
         _same_token,
         16,
-        4,
+        16,
         own_loss=_text_loss,
         comparable=comparable,
     )
@@ -270,85 +279,23 @@ def _same_token(teacher: Tokens, student: Tokens) -> Tensor:
     return _same_class(*_common(teacher, student))
 
 
-def _of_spans(models: Sides[Model]) -> Matching:
-    """How surprising each stretch of the text is, between places where tokens of both models end."""
+def _of_texts(models: Sides[Model]) -> Matching:
+    """The texts themselves: passages, or answers that the teacher has written. The teacher says no more."""
 
-    def ask(model: Model) -> Ask:
-        def answer(module: nn.Module, encoded: Encoded) -> tuple[Tensor, Tensor]:
-            logits, labels = next_tokens(model, module, batch_for(model, encoded))
-            surprise = F.cross_entropy(
-                widened(logits).flatten(0, 1), labels.flatten(), ignore_index=UNLABELLED, reduction="none"
-            )
-            return surprise.view(labels.shape), _spans(encoded, labels)
-
-        return answer
+    def ask(module: nn.Module, encoded: Encoded) -> Tokens:
+        inputs, named = batch_for(models.target, encoded)
+        scores, labels = next_tokens(models.target, module, (inputs, named))
+        return scores, labels, named.shape[1] - labels.shape[1]
 
     def comparable(sides: Sides[Encoded]) -> Tensor:
-        each = (_spans(side, _predicted(model, side)) for model, side in zip(models, sides, strict=True))
-        shared = (_shared_ends(*rows) for rows in zip(*each, strict=True))
-        return torch.tensor([len(ends) > apart for ends, apart in shared])
+        return (_predicted(models.target, sides.target) != UNLABELLED).any(1)
 
-    return Matching(
-        "spans",
-        Sides(*map(ask, models)),
-        _span_loss,
-        _span_overlap,
-        16,
-        4,
-        own_loss=_surprise,
-        comparable=comparable,
-    )
+    def loss(_: None, student: Tokens) -> Tensor:
+        return _text_loss(student)
 
+    def agreement(_: None, student: Tokens) -> Tensor:
+        scores, labels, _start = student
+        wanted = labels != UNLABELLED
+        return (scores[wanted].argmax(-1) == labels[wanted]).float().mean()
 
-def _spans(encoded: Encoded, labels: Tensor) -> Tensor:
-    """The spans of the last tokens, as many as there are labels; those of tokens that are not predicted are padding."""
-    spans = encoded.spans[-1].to(labels.device)
-    return spans[:, spans.shape[1] - labels.shape[1] :].masked_fill((labels == UNLABELLED)[..., None], PADDING)
-
-
-def _shared_ends(spans: Tensor, others: Tensor) -> tuple[Tensor, int]:
-    """The places in a text where tokens of both models end, and how many of the first end no stretch of both.
-
-    Both predict the text before the first shared place if they begin at one place, apart from blanks.
-    """
-    first, second = (side[side[:, 1] >= 0] for side in (spans, others))
-    shared = first[torch.isin(first[:, 1], second[:, 1]), 1].unique()  # sorted
-    return shared, int(len(shared) > 0 and abs(float(first[0, 0] - second[0, 0])) >= CHARACTER)
-
-
-def _stretches(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Sides[Tensor]:
-    """The surprise of both models at each stretch of text that ends with a token of both."""
-    found: list[tuple[Tensor, Tensor]] = []
-    for one, spans, two, others in zip(*teacher, *student, strict=True):
-        shared, apart = _shared_ends(spans, others)
-        sums = []
-        for surprise, ends in ((one, spans[:, 1]), (two, others[:, 1])):
-            # a token belongs to the first shared place at or after its end
-            number = torch.searchsorted(shared, ends.contiguous())
-            inside = (ends >= 0) & (number < len(shared))
-            total = torch.zeros(len(shared), device=surprise.device, dtype=surprise.dtype)
-            sums.append(total.index_add(0, number[inside], surprise[inside])[apart:])
-        found.append((sums[0], sums[1]))
-    return Sides(*(torch.cat(side) for side in zip(*found, strict=True)))
-
-
-def _span_loss(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
-    """The generalised Kullback-Leibler divergence of the surprises: zero where the student's is not the larger one.
-
-    A student that expects a stretch more than its teacher does has nothing to learn there.
-    """
-    wanted, found = (side.clamp(min=1e-4) for side in _stretches(teacher, student))
-    found = found.maximum(wanted)
-    return (wanted * (wanted / found).log() - wanted + found).mean()
-
-
-def _surprise(student: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean surprise at a token."""
-    surprise, spans = student
-    return surprise[spans[..., 1] >= 0].mean()
-
-
-def _span_overlap(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
-    """One minus the mean difference of the two probabilities of a stretch."""
-    wanted, found = _stretches(teacher, student)
-    return 1 - ((-wanted).exp() - (-found).exp()).abs().mean()
+    return Matching("texts", Sides(lambda *_: None, ask), loss, agreement, 16, 16, comparable=comparable)

@@ -1,0 +1,72 @@
+"""What a teacher answers: the likeliest of the answers to choose from, or the text that it writes after a prompt.
+
+A text ends where the teacher ends its turn. Texts that do not end are left out; if most do not, the teacher ends no
+turn at all, and its answers are the first lines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..data.chat import prompt_of
+from ..data.choices import candidates_of, with_answers
+from ..data.dataset import Dataset
+from ..errors import DataError
+from ..measure.language import likelihood
+from ..models.base import Model
+from ..models.generation import Sampling, generate_texts
+from ..types import Progress
+
+MOST_TOKENS = 256  # of an answer
+WRITTEN = 0.5  # the least share of answers that end
+
+
+@dataclass(frozen=True, eq=False)
+class Answered:
+    """Samples with a teacher's answers, and the places of those that have one among all that were asked."""
+
+    data: Dataset
+    kept: NDArray[np.int64]
+
+
+def is_choice(data: Dataset) -> bool:
+    """Whether the samples have answers to choose from: choices of their own, or words for their classes."""
+    return data.choices is not None or data.labels is not None
+
+
+def answered(teacher: Model, data: Dataset, progress: Progress | None = None) -> Answered:
+    """Let a language model answer samples; passages, which nobody asks for, stay as they are.
+
+    Args:
+        teacher: a language model, with its fine-tune.
+        data: its labels and answers are not looked at.
+        progress: gets the number of samples that were answered since the last call.
+
+    Returns:
+        The samples with labels, where there are answers to choose from, or with the texts that the teacher writes.
+    """
+    every = np.arange(len(data))
+    if is_choice(data):
+        blank = replace(data, labels=np.zeros(len(data), dtype=np.int64))
+        found = likelihood(teacher, blank, progress=progress).predicted
+        return Answered(replace(data, choices=candidates_of(data), labels=found), every)
+    if not data.has_chats and data.targets is None and data.answers != "none":
+        return Answered(data, every)
+    prompts = [prompt_of(sample) if isinstance(sample, list) else _joined(sample) for sample in data.inputs]
+    found = generate_texts(teacher, prompts, Sampling(MOST_TOKENS, temperature=0.0), advance=progress)
+    if np.mean([one.finished for one in found]) < WRITTEN:
+        found = [replace(one, text=one.text.strip().partition("\n")[0], finished=True) for one in found]
+    kept = np.array([at for at, one in enumerate(found) if one.finished and one.text.strip()], dtype=np.int64)
+    if not len(kept):
+        raise DataError(
+            f"{teacher.name} gives no answer that ends within {MOST_TOKENS} tokens to any of {len(data)} prompts."
+        )
+    texts = [found[at].text.strip() for at in kept]
+    return Answered(replace(with_answers(data.subset(kept), texts), answers="teacher"), kept)
+
+
+def _joined(text: str | tuple[str, str]) -> str:
+    return text if isinstance(text, str) else "\n".join(text)

@@ -1,0 +1,103 @@
+"""Neutral passages: what a student has to keep while it learns.
+
+One half of the passages anchors the student: there it is drawn towards the target's own predictions. The other half
+judges it: a state whose loss there is higher than the target's is not kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..data.dataset import UNLABELLED
+from ..measure.objectives import batch_for, next_tokens
+from ..models.base import Model, widened
+from ..models.tokenizer import Encoded
+
+TOLERANCE = 0.01  # by which the loss on neutral passages may be higher than the target's
+LIKELY = 256  # tokens whose probabilities are kept; the others count together
+AT_ONCE = 4  # passages of a step
+
+
+def passages() -> tuple[str, ...]:
+    """The packaged passages: prose, letters, code and other languages."""
+    text = files(__package__).joinpath("neutral.txt").read_text(encoding="utf-8")
+    return tuple(line for line in text.splitlines() if line)
+
+
+@dataclass(frozen=True, eq=False)
+class Neutral:
+    """The neutral passages as one language model reads them."""
+
+    model: Model
+
+    @cached_property
+    def base(self) -> float:
+        """The loss of the model as it is, in nats per token."""
+        return self.loss(self.model.module)
+
+    def loss(self, module: nn.Module) -> float:
+        """The mean loss of a token of the passages that judge."""
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for start in range(1, len(self._batches), 2):
+                logits, labels = self._scores(module, start)
+                wanted = labels != UNLABELLED
+                total += float(F.cross_entropy(widened(logits[wanted]), labels[wanted], reduction="sum"))
+                count += int(wanted.sum())
+        return total / count
+
+    def anchor(self, module: nn.Module, step: int) -> Tensor:
+        """How far the student's predictions are from the model's own, as a Kullback-Leibler divergence per token."""
+        number = 2 * (step % (len(self._batches) // 2))
+        logits, labels = self._scores(module, number)
+        logs = widened(logits[labels != UNLABELLED]).log_softmax(-1)
+        likely, tokens = self._kept(number)
+        found = logs.gather(1, tokens)
+        rest, others = (_rest(each) for each in (likely, found))
+        wanted, given = torch.cat([likely, rest], 1), torch.cat([found, others], 1)
+        return F.kl_div(given, wanted, log_target=True, reduction="batchmean")
+
+    def _kept(self, number: int) -> tuple[Tensor, Tensor]:
+        if number not in self._known:
+            with torch.no_grad():
+                logits, labels = self._scores(self.model.module, number)
+                logs = widened(logits[labels != UNLABELLED]).log_softmax(-1)
+            self._known[number] = logs.topk(min(LIKELY, logs.shape[1] - 1))
+        return self._known[number]
+
+    @cached_property
+    def _known(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+    @cached_property
+    def _batches(self) -> list[Encoded]:
+        reader = self.model.reader
+        assert reader is not None
+        texts = sorted(passages(), key=len)
+        halves = texts[0::2], texts[1::2]
+        parts = [half[at : at + AT_ONCE] for at in range(0, len(halves[0]), AT_ONCE) for half in halves]
+        if self.model.generates == "causal":
+            return [reader.continuations(part, None) for part in parts]
+        return [reader.answers([_begin(text) for text in part], [_end(text) for text in part]) for part in parts]
+
+    def _scores(self, module: nn.Module, number: int) -> tuple[Tensor, Tensor]:
+        return next_tokens(self.model, module, batch_for(self.model, self._batches[number]))
+
+
+def _rest(logs: Tensor) -> Tensor:
+    """The logarithm of what is left of the probability beside some tokens (N, k): (N, 1)."""
+    return torch.log1p(-logs.exp().sum(1, keepdim=True).clamp(max=1 - 1e-6))
+
+
+def _begin(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def _end(text: str) -> str:
+    return text[len(text) // 2 :]
