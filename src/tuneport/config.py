@@ -26,6 +26,7 @@ SAMPLES = "Samples"
 TASK = "Task and layers"
 MACHINE = "Machine"
 OUTPUT = "Output"
+WRITTEN = "Written samples"
 
 Function = Callable[..., Any]
 KEY = "option"  # of the metadata of a field
@@ -388,6 +389,15 @@ SAVE_EVERY = partial(
     control=True,
     recorded=False,
 )
+ANSWERS = partial(
+    option, "teacher", help="Whose answers are taught: teacher, or data beside it.", group=SAMPLES, metavar="NAME"
+)
+TEMPLATE = partial(option, None, help="Plain prompt of a text: 'Text: {text} Label:'.", group=SAMPLES, metavar="TEXT")
+EXTRA = partial(option, None, help="Unlabelled samples of anything, taught too.", group=SAMPLES, metavar="PATH")
+DESCRIBE = partial(option, None, help="The samples in a sentence, for a generator.", group=WRITTEN, metavar="TEXT")
+GENERATOR = partial(option, None, help="A model that writes samples.", group=WRITTEN, metavar="MODEL")
+GENERATOR_URL = partial(option, None, help="A server that writes samples.", group=WRITTEN, metavar="URL")
+KEEP_TEXTS = partial(option, False, help="Store what was written: texts.jsonl.", group=WRITTEN)
 DEVICE = partial(option, "auto", help="cpu, cuda, cuda:1, ...", group=MACHINE, metavar="NAME")
 DTYPE = partial(
     option,
@@ -536,7 +546,7 @@ class PlanConfig(MeasureConfig):
             raise OptionError("a plan for devices needs `memory_budget`, the memory of one device.")
 
 
-ROUTES = ("copy", "port", "distill")  # cheap to dear
+ROUTES = ("copy", "port", "distill", "synthetic")  # cheap to dear
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -545,15 +555,23 @@ class UpgradeConfig(Config):
 
     command: ClassVar[str] = "upgrade"
 
-    samples: int | None = option(None, help="Own samples at most (default: 2,000).", metavar="N", least=8)
+    samples: int | None = option(None, help="Own samples at most (default: 2,000).", metavar="N", least=1)
     routes: tuple[str, ...] = option(
-        ROUTES, help="Of copy, port and distill, separated by commas.", text=WORDS, metavar="LIST"
+        ROUTES, help="Of copy, port, distill, synthetic; separated by commas.", text=WORDS, metavar="LIST"
     )
     time: int | None = option(None, help="Start no further route after this time, such as 10m.", text=SECONDS)
     as_: OutputFormat | None = option(None, **AS)
     rank: int | None = option(None, help="Rank of a LoRA (default: 16).", least=1)
     steps: int | None = option(None, help="Steps of distillation (default: by the samples).", least=1)
     overwrite: bool = OVERWRITE()
+    synthetic: int = option(2000, help="Samples to write.", group=WRITTEN, least=8, metavar="N")
+    describe: str | None = DESCRIBE()
+    generator: str | None = GENERATOR()
+    generator_url: str | None = GENERATOR_URL()
+    keep_texts: bool = KEEP_TEXTS()
+    extra: str | None = EXTRA()
+    template: str | None = TEMPLATE()
+    labels: Literal["teacher", "data"] = ANSWERS()
     seed: int = SEED()
     columns: Mapping[str, str] | None = NAMED()
     max_length: int | None = MAX_LENGTH()
@@ -574,7 +592,8 @@ class UpgradeConfig(Config):
         for name in self.routes:
             if name not in ROUTES:
                 raise OptionError(unknown_name("route", name, ROUTES))
-        if self.as_ == "task-vector" and "distill" in self.routes:
+        check_written(self)
+        if self.as_ == "task-vector" and {"distill", "synthetic"} & set(self.routes):
             raise OptionError('a distilled model is no task vector of a port: pass `as_="model"` or "adapter".')
 
 
@@ -584,7 +603,7 @@ class DistillInputs(Declared):
 
     finetuned: str = option(help="The teacher: a model, or an adapter with --source.", group=INPUTS)
     target: str = option(help="The student: any model that reads the same samples.", group=INPUTS)
-    data: str = option(help="Samples; labels are not used.", group=INPUTS)
+    data: str | None = option(None, help="Samples; labels are not used.", group=INPUTS)
     out: str = OUT()
     source: str | None = option(None, help="The base of an adapter or a task vector.", group=INPUTS)
 
@@ -596,13 +615,23 @@ class DistillConfig(Config):
     command: ClassVar[str] = "distill"
 
     samples: int | None = COUNT()
-    steps: int = option(300, help="Updates of the student.", least=1)
+    steps: int | None = option(None, help="Updates of the student (default: by the samples).", least=1)
     lora: int | None = option(None, help="Train a LoRA of this rank; write an adapter.", least=1, metavar="RANK")
     learning_rate: float | None = option(None, help="Highest rate (default: by the student's width).")
     batch_size: int | None = option(None, help="Samples of an update.", least=2)
     overwrite: bool = OVERWRITE()
+    synthetic: int | None = option(None, help="Samples to write beside own ones.", group=WRITTEN, least=8, metavar="N")
+    describe: str | None = DESCRIBE()
+    generator: str | None = GENERATOR()
+    generator_url: str | None = GENERATOR_URL()
+    keep_texts: bool = KEEP_TEXTS()
+    extra: str | None = EXTRA()
+    template: str | None = TEMPLATE()
+    labels: Literal["teacher", "data"] = ANSWERS()
     sampler: str = SAMPLER()
     seed: int = SEED()
+    columns: Mapping[str, str] | None = NAMED()
+    max_length: int | None = MAX_LENGTH()
     head: str | None = HEAD()
     device: str = DEVICE()
     dtype: str = DTYPE()
@@ -614,6 +643,9 @@ class DistillConfig(Config):
         super().check()
         if self.learning_rate is not None and not 0 < self.learning_rate < 1e37:  # beyond, an update is no float32
             raise OptionError(f"`learning_rate` must be a number above 0 and below 1e37, got {self.learning_rate}.")
+        check_written(self)
+        if self.synthetic is None and (self.describe or self.generator or self.generator_url or self.keep_texts):
+            raise OptionError("`describe`, `generator`, `generator_url` and `keep_texts` go with `synthetic`.")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -750,6 +782,14 @@ class DemoConfig(Config):
 
     seed: int = SEED(group=USUAL)
     overwrite: bool = OVERWRITE()
+
+
+def check_written(config: UpgradeConfig | DistillConfig) -> None:
+    """Refuse options of written samples that do not go together."""
+    if config.generator is not None and config.generator_url is not None:
+        raise OptionError("`generator` and `generator_url` both say who writes samples: pass one of them.")
+    if config.template is not None and "{text}" not in config.template:
+        raise OptionError(f"`template` is {config.template!r:.80}; expected {{text}} in it, where a text stands.")
 
 
 def check_adapter_options(config: TransferConfig | MergeConfig) -> None:

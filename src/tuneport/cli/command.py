@@ -12,9 +12,9 @@ from typing import Annotated, Any, get_origin
 
 import typer
 
-from ..config import INPUTS, MACHINE, OUTPUT, SAMPLES, TASK, USUAL, Config, Declared, Option, flags_of
+from ..config import INPUTS, MACHINE, OUTPUT, SAMPLES, TASK, USUAL, WRITTEN, Config, Declared, Option, flags_of
 
-GROUPS = (INPUTS, USUAL, SAMPLES, TASK, MACHINE, OUTPUT)  # in the order of the help
+GROUPS = (INPUTS, USUAL, WRITTEN, SAMPLES, TASK, MACHINE, OUTPUT)  # in the order of the help
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "PATH", bool: " "}  # what stands for a value in the help
 PLAIN = (int, float, bool, str)
 Run = Callable[..., None]

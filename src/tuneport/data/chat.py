@@ -1,7 +1,8 @@
 """Chats in the layouts of language-model data, as lists of messages with a role and a content.
 
 A layout is known by its columns: `messages` (OpenAI, Hugging Face), `conversations` (ShareGPT), `instruction`, `input`
-and `output` (Alpaca), `prompt` and `completion`, or a bare `prompt`. A column `system` adds a system message to any of them.
+and `output` (Alpaca), `prompt` and `completion`, or a bare `prompt`. A column `system` adds a system
+message to any of them.
 """
 
 from __future__ import annotations

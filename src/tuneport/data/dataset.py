@@ -154,8 +154,6 @@ def as_prompts(dataset: Dataset, template: str) -> Dataset:
     >>> as_prompts(Dataset(["four"], None, ()), "Spell {text}:").inputs[0]
     'Spell four:'
     """
-    if "{text}" not in template:
-        raise DataError(f"`template` is {template!r:.80}; expected {{text}} in it, where the text of a sample stands.")
     inputs = dataset.inputs
 
     def fill(index: int) -> str:

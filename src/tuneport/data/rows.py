@@ -1,4 +1,4 @@
-"""Text tables (JSONL, JSON, CSV, TSV, lines of text, also packed by gzip), read as a stream and kept as JSON text until they are used.
+"""Text tables (JSONL, JSON, CSV, TSV, lines, also packed by gzip), read as a stream and kept as JSON text until used.
 
 Objects of Python take many times the memory of the text that they were read from, and a small archive can hold a huge
 table. So the text of a table is bounded, and so is that of a row. Cells stay as they are written: libraries that

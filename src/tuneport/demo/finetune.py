@@ -32,5 +32,6 @@ def finetune(model: Model, data: Dataset, schedule: Schedule, progress: Progress
 
     optimizer, stops = schedule.optimizer(module), {schedule.steps}
     for _ in run_steps("the demo", module, optimizer, schedule, len(data), loss, Pace(stops=stops)):
-        progress(1)
+        if progress is not None:
+            progress(1)
     return module.eval()

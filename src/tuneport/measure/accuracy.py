@@ -28,7 +28,8 @@ class Evaluation:
     under one tokenizer, bits per character also between tokenizers. `cut` counts texts that were longer than the limit.
     Of each sample, `predicted` is its class or answer, `labels` the right one, both by their number in `classes` (none
     where each sample has choices of its own), `bits` those of its own characters, and `characters` their number;
-    `error` is the standard error of the bits per character.
+    `error` is the standard error of the bits per character. `exact` says whether the text to predict is what the model
+    writes if it always takes the likeliest token.
     """
 
     accuracy: float
@@ -44,6 +45,7 @@ class Evaluation:
     bits: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
     characters: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
     error: float | None = field(default=None, compare=False, repr=False)
+    exact: NDArray[np.bool_] | None = field(default=None, compare=False, repr=False)
 
     def plain(self) -> dict[str, Any]:
         """The known numbers over all samples, as JSON values."""

@@ -42,7 +42,7 @@ class _Scores:
         if self.characters.sum():
             each, parts = ratio(bits, self.characters)
             error = standard_error(parts)
-        by_sample: dict[str, Any] = {"bits": bits, "characters": self.characters}
+        by_sample: dict[str, Any] = {"bits": bits, "characters": self.characters, "exact": self.right == self.tokens}
         return Evaluation(accuracy, samples, protocol, rate, tokens, each, cut, **by_sample, error=error)
 
 
@@ -88,11 +88,18 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     return replace(scores, predicted=np.array(predicted), labels=data.labels, classes=classes)
 
 
+def answer_likelihoods(model: Model, data: Dataset, *, batch_size: int = 32) -> NDArray[np.float64]:
+    """The mean log-likelihood of a token of each sample's answer (N,)."""
+    found = _score(model, data, batch_size)
+    likelihoods: NDArray[np.float64] = -found.losses / np.maximum(found.tokens, 1)
+    return likelihoods
+
+
 def usual_protocol(model: Model, data: Dataset, head: str | None = None) -> Protocol:
     """The protocol of a model and its data: by a head, by the likeliest answer, or by the loss of the texts."""
     if model.token_logits is None or head is not None:
         return "zero-shot"
-    return "perplexity" if data.labels is None else "likelihood"
+    return "perplexity" if data.labels is None and data.choices is None else "likelihood"
 
 
 def _check(model: Model, data: Dataset) -> None:

@@ -144,7 +144,10 @@ class Reader:
             chats = cast(Sequence[Chat], texts)
             if self.tokenizer.chat_template or not taught:
                 return self.chats(chats, last=taught)
-            texts, targets = [prompt_text(self.tokenizer, chat[:-1]) for chat in chats], [c[-1]["content"] for c in chats]
+            texts, targets = (
+                [prompt_text(self.tokenizer, chat[:-1]) for chat in chats],
+                [c[-1]["content"] for c in chats],
+            )
         starts = [_joined(cast(Text, text)) for text in texts]
         _check_targets(starts, targets or ())
         ends = [""] * len(starts) if targets is None else targets

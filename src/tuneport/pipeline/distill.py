@@ -1,55 +1,199 @@
-"""Distillation: a fine-tuned model teaches another one, from paths to an output, without a transfer before it."""
+"""Distillation: an old model teaches a new one, on own samples, on others, and on samples that models write.
+
+From paths to an output, without a transfer before it. `pipeline.upgrade` makes routes of the same parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import DistillConfig, DistillInputs, TransferConfig
-from ..data.dataset import Dataset
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import DistillConfig, DistillInputs, TransferConfig, UpgradeConfig
+from ..data.choices import candidates_of
+from ..data.dataset import Dataset, as_prompts, joined
 from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
-from ..errors import TuneportError
+from ..errors import DataError, OptionError, TuneportError
 from ..io.hub import local
 from ..io.output import claimed
+from ..measure.answers import answered, is_choice, is_passages
 from ..measure.objectives import choose_objective
 from ..measure.samples import DatasetSamples
 from ..methods import get_method
 from ..models.base import Model, ModelLike
 from ..models.change import change_of, opened
 from ..models.heads import Head, choose_head
-from ..models.open import dtype_on, open_both, path_of, pick_device, pick_dtype
+from ..models.open import dtype_on, open_both, open_model, path_of, pick_device, pick_dtype
+from ..models.weights import finetuned
 from ..outputs import Output, Update, output_of
 from ..pairing import Plan
 from ..report.provenance import data_identity, identity_of, package_version, versions
+from ..report.record import to_json
 from ..runtime.resume import Work, fingerprint
+from ..synthetic.generators import Generator, LocalGenerator, ServerGenerator
+from ..synthetic.samples import Frame, Task, Teacher, WrittenSamples, better_generator, write_samples
+from ..synthetic.state import TextState
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
-from ..training.distill import teach
+from ..training.distill import Extra, teach
 from ..training.state import StateFile
 from ..types import Events, Sides
 from .evaluate import with_protocol
+from .heads import scores_by
 from .result import Result
 from .run import finished, state_file
+
+Rows = NDArray[np.int64]
+NOTHING = (
+    "there are no samples, and nothing says what to write. Pass `data` with ten samples or more (no labels), or "
+    '`describe="..."`, one sentence about the samples, with `template` if the model reads them in a fixed form; a '
+    'model that writes passages of its own needs neither: `routes=("synthetic",)`.'
+)
+
+
+@dataclass(frozen=True, eq=False)
+class OldModel:
+    """The fine-tuned source: what it answers, and what it can be taught from.
+
+    Args:
+        models: source and target.
+        vector: the change that makes the source the old model.
+        head: the source's, if it classifies.
+    """
+
+    models: Sides[Model]
+    vector: TaskVector
+    head: Head | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether it answers in words."""
+        return self.models.source.generates is not None and self.head is None
+
+    def tuned(self) -> AbstractContextManager[None]:
+        """A context in which the source has its fine-tune."""
+        return finetuned(self.models.source, self.vector)
+
+    def answers(self, data: Dataset, events: Events) -> tuple[Dataset, Rows]:
+        """Samples with its answers, and the places of those that have one; a classifier is asked while it teaches."""
+        if not self.writes or is_passages(data):
+            return data, np.arange(len(data))
+        with self.tuned():
+            found = answered(self.models.source, data, events.advance)
+        return found.data, found.kept
+
+    def teacher(self) -> Teacher:
+        """As the one that answers written samples."""
+        if self.writes:
+            return Teacher(self.models.source, self.tuned)
+        head = self.head
+        if head is None or self.models.source.reader is None:
+            raise OptionError("samples can be written for language models and for classifiers of texts alone.")
+
+        def classify(data: Dataset) -> Sequence[int]:
+            classes: Sequence[int] = np.asarray(scores_by(self.models.source, TaskVector({}), head, data)).argmax(-1)
+            return classes
+
+        return Teacher(self.models.source, self.tuned, head.classes, classify)
+
+
+@dataclass(frozen=True, eq=False)
+class Lessons:
+    """All that is taught: own samples with the old model's answers, and further ones; `about` is for the record."""
+
+    own: Dataset
+    extra: Extra | None = None
+    about: Mapping[str, Any] | None = None
+    texts: tuple[str, ...] = ()
+
+    def files(self, keep: bool) -> dict[str, str]:
+        """The written texts as a file beside the output, if they are kept."""
+        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in self.texts)
+        return {"texts.jsonl": "".join(lines)} if keep and self.texts else {}
+
+
+def read_own(data: str | Path | Dataset, config: DistillConfig | UpgradeConfig) -> Dataset:
+    """Own samples, from the training split."""
+    read = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False, columns=config.columns)
+    return read if config.template is None else as_prompts(read, config.template)
+
+
+def read_extra(old: OldModel, own: Dataset, config: DistillConfig | UpgradeConfig, events: Events) -> Dataset | None:
+    """The samples of `extra`, in the form of the own ones and with the old model's answers."""
+    if config.extra is None:
+        return None
+    found = replace(read_data(config.extra, "train", labelled=False), labels=None, classes=(), choices=None)
+    if found.kind != own.kind:
+        raise DataError(f"`extra` has {found.kind}s, and the own samples are {own.kind}s: give {own.kind}s.")
+    if not old.writes:
+        return replace(found, targets=None)
+    if is_passages(own):
+        raise DataError("own samples are passages, which teach themselves: `extra` would teach what it says.")
+    frame, bare = Frame.of(own, config.template), Frame()
+    asked = replace(found, inputs=[frame.sample(bare.text(sample)) for sample in found.inputs], targets=None)
+    if is_choice(own):
+        return replace(asked, choices=[candidates_of(own)[0]] * len(asked))
+    return old.answers(replace(asked, answers="none"), events)[0]
+
+
+def with_answers_of_data(own: Dataset, taught: Dataset, rows: Rows) -> Dataset:
+    """The samples that the old model has answered, and those with the answers of the data."""
+    if is_choice(own) or own.answers == "none" or is_passages(own):
+        raise DataError(f'{own} has no written answers: `labels="data"` goes with chats, or prompts with a target.')
+    return joined(taught, replace(own.subset(rows), answers="teacher"))
+
+
+def write(
+    old: OldModel, own: Dataset | None, config: DistillConfig | UpgradeConfig, work: Work | None, events: Events
+) -> WrittenSamples:
+    """Let a generator write samples and the old model answer them."""
+    task = Task(own, config.describe or "", config.template, config.synthetic or 0, config.seed)
+    generator = _generator(old, config, task)
+    state = None
+    if work is not None:
+        work.make_folder()
+        state = TextState(work.folder / "texts.json", {"conditions": fingerprint(work.conditions)})
+    events.step(f"{generator.name} writes samples")
+    return write_samples(old.teacher(), generator, task, state=state, events=events)
+
+
+def _generator(old: OldModel, config: DistillConfig | UpgradeConfig, task: Task) -> Generator:
+    """What writes: as asked for, or the better of target and source."""
+    if config.generator_url is not None:
+        return ServerGenerator(config.generator_url)
+    source, target = old.models
+    if config.generator is not None:
+        dtype = next(target.module.parameters()).dtype
+        code = config.trust_remote_code
+        return LocalGenerator(open_model(config.generator, device=target.device, dtype=dtype, trust_remote_code=code))
+    if not old.writes or source.generates != "causal":
+        raise OptionError("a classifier writes no samples: name a model that does with `generator`, or leave them out.")
+    return LocalGenerator(better_generator(target, source, task))
 
 
 def distill(
     finetuned: ModelLike | TaskVector,
     target: ModelLike,
-    data: str | Path | Dataset,
+    data: str | Path | Dataset | None = None,
     source: ModelLike | None = None,
     *,
     events: Events | None = None,
     **options: Any,
 ) -> Result:
-    """Let a fine-tuned model teach another one on samples; labels of the data are not used.
+    """Let a fine-tuned model teach another one on samples; labels and answers of the data are not used.
 
     Args:
         finetuned: the teacher: a model, or an adapter or a task vector with its base as `source`.
         target: the student, which need not have a layer in common with the teacher.
-        data: a path, or a Dataset; samples come from the training split.
+        data: a path, or a Dataset; samples come from the training split. Prompts without answers are enough, and with
+            the option `synthetic` a sentence in place of samples.
         source: the base of an adapter or of a task vector.
         events: listens to the run.
         options: the fields of `DistillConfig`.
@@ -58,8 +202,8 @@ def distill(
         The student, which can be applied and saved.
     """
     config = DistillConfig.of(**options)
-    samples, change, about = _prepare(finetuned, target, data, source, config)
-    return _run(samples, change, about, config, events)
+    found = _prepare(finetuned, target, data, source, config)
+    return _taught(found, config, events)
 
 
 def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Events | None = None) -> Mapping[str, Any]:
@@ -71,30 +215,42 @@ def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Even
     read = (inputs.finetuned, inputs.target, inputs.data, inputs.source, config.head)
     places = [path_of(path) for path in read if isinstance(path, (str, Path))]
     output.check_place(out, config.overwrite or config.resume, inputs=places)
-    samples, change, about = _prepare(inputs.finetuned, inputs.target, inputs.data, inputs.source, config)
-    about = with_protocol(about, samples.models.target, inputs.data, config.head)
-    conditions = _conditions(about, config)
+    found = _prepare(inputs.finetuned, inputs.target, inputs.data, inputs.source, config)
+    if inputs.data is not None:
+        found = replace(found, about=with_protocol(found.about, found.old.models.target, inputs.data, config.head))
+    conditions = _conditions(found.about, config)
     work = Work(out, conditions, config.save_every)
     with claimed(out):
         done = finished(out, output) if config.resume else None
         if done is not None and done.get("fingerprint") == fingerprint(conditions):
             work.remove()
             return done
-        size = _size(samples.models.target, config, output)
+        size = _size(found.old.models.target, config, output)
         output.check_place(out, config.overwrite, needed_bytes=size)
         if not config.resume:
             work.remove()
-        events.plan(config.steps)
-        result = _run(samples, change, about, config, events, state_file(work))
+        result = _taught(found, config, events, work)
         written = result.write(out, overwrite=config.overwrite)
         work.remove()
     return written
 
 
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """Teacher and student, opened and checked; `own` are drawn samples, or None if they are to be written."""
+
+    old: OldModel
+    own: Dataset | None
+    heads: Sides[Head] | None
+    about: Mapping[str, Any]
+
+
 def _prepare(
-    finetuned: Any, target: Any, data: str | Path | Dataset, source: Any, config: DistillConfig
-) -> tuple[DatasetSamples, TaskVector, dict[str, Any]]:
+    finetuned: Any, target: Any, data: str | Path | Dataset | None, source: Any, config: DistillConfig
+) -> _Prepared:
     """Open teacher and student and draw the samples; also the change that makes the source the teacher."""
+    if data is None and (config.synthetic is None or not config.describe):
+        raise OptionError("a distillation needs samples: pass `data`, or `synthetic=N` and `describe`, one sentence.")
     device = pick_device(config.device)
     tuned = opened(local(finetuned) if isinstance(finetuned, (str, Path)) else finetuned)
     part = isinstance(tuned, (Adapter, TaskVector)) or (isinstance(tuned, (str, Path)) and Path(tuned).is_file())
@@ -109,32 +265,109 @@ def _prepare(
         dtype=pick_dtype(dtype),
         trust_remote_code=config.trust_remote_code,
     )
+    models = Sides(*(model.cut_at(config.max_length) for model in models))
     vector = TaskVector({}) if source is None else change_of(models.source, tuned)
-    task, where = split_reference(data) if isinstance(data, (str, Path)) else (None, data)
-    dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False)
     for model in models:
         if model.encode is None:
             raise TuneportError(model.unreadable)
-        model.check_kind(dataset)
-    objective = choose_objective(dataset, models)
-    heads = _heads(models, config.head, dataset) if objective.name == "classification" else None
-    unlabelled = replace(dataset, labels=None)
-    indices = select(unlabelled, samples=config.samples, sampler=config.sampler, seed=config.seed)
-    drawn = DatasetSamples(models, dataset, indices, heads, len(indices), objective)
-    read = data_identity(where, dataset, indices, heads)
     about = {
         "tuneport": package_version("tuneport"),
         "command": "distill",
         "options": config.to_json(),
-        "resolved": {"device": str(device), "dtype": dtype, "loss": objective.name},
+        "resolved": {"device": str(device), "dtype": dtype},
         "source": identity_of(models.source),
         "finetuned": identity_of(tuned),
         "target": identity_of(models.target),
-        "data": read if task is None else {**read, "task": task.name},
         "versions": versions(),
         "blocks": {"source": {}, "target": {}},
     }
-    return drawn, vector, about
+    about |= _others(config)
+    if data is None:
+        return _Prepared(OldModel(models, vector), None, None, {**about, "data": {"name": "written samples"}})
+    task, where = split_reference(data) if isinstance(data, (str, Path)) else (None, data)
+    dataset = read_own(data, config)
+    for model in models:
+        model.check_kind(dataset)
+    heads = _heads(models, config.head, dataset) if any(model.generates is None for model in models) else None
+    unlabelled = replace(dataset, labels=None)
+    indices = select(unlabelled, samples=config.samples, sampler=config.sampler, seed=config.seed)
+    read = data_identity(where, dataset, indices, heads)
+    about["data"] = read if task is None else {**read, "task": task.name}
+    old = OldModel(models, vector, None if heads is None else heads.source)
+    return _Prepared(old, dataset.subset(indices), heads, about)
+
+
+def described(
+    models: Sides[Model], tuned: Any, data: Any, own: Dataset | None, indices: Rows | None, config: UpgradeConfig
+) -> dict[str, Any]:
+    """What decides an upgrade beside its options: its inputs with their SHA-256, without their paths."""
+    parts = list(tuned) if isinstance(tuned, (list, tuple)) else [tuned]
+    drawn: Mapping[str, Any] = {} if own is None else data_identity(data, own, np.arange(len(own)))
+    found = {
+        "tuneport": package_version("tuneport"),
+        "source": identity_of(models.source),
+        "target": identity_of(models.target),
+        "finetuned": [identity_of(opened(part)) for part in parts],
+        "data": {**drawn, "indices": None if indices is None else indices.tolist()},
+        **_others(config),
+        "versions": versions(),
+    }
+    plain: dict[str, Any] = _without_paths(json.loads(to_json(found)))
+    return plain
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_paths(item) for key, item in value.items() if key not in ("path", "protocol")}
+    return [_without_paths(item) for item in value] if isinstance(value, list) else value
+
+
+def _others(config: DistillConfig | UpgradeConfig) -> dict[str, Any]:
+    """The identities of extra samples and of a generator, for the record."""
+    found: dict[str, Any] = {}
+    if config.extra is not None:
+        extra = read_data(config.extra, "train", labelled=False)
+        found["extra"] = data_identity(config.extra, extra, np.arange(len(extra)))
+    if config.generator is not None:
+        found["generator"] = identity_of(config.generator)
+    elif config.generator_url is not None:
+        found["generator"] = {"name": config.generator_url}
+    return found
+
+
+def lessons_of(
+    old: OldModel,
+    own: Dataset | None,
+    config: DistillConfig | UpgradeConfig,
+    *,
+    written: bool,
+    work: Work | None = None,
+    events: Events,
+) -> Lessons:
+    """What is taught: own samples as the old model answers them, extra ones, and those that a generator writes."""
+    found = write(old, own, config, work, events) if written else None
+    about = None if found is None else {**found.record(), "licences": licences(old, config)}
+    texts = () if found is None else found.texts
+    if own is None:
+        assert found is not None
+        return Lessons(found.data, None, about, texts)
+    events.step("the old model answers")
+    taught, rows = old.answers(own, events)
+    if config.labels == "data":
+        taught = with_answers_of_data(own, taught, rows)
+    more = read_extra(old, own, config, events)
+    if more is not None and found is not None:
+        return Lessons(taught, Extra(joined(found.data, more)), about, texts)
+    if more is not None:
+        return Lessons(taught, Extra(more))
+    return Lessons(taught, None if found is None else Extra(found.data, like_own=True), about, texts)
+
+
+def licences(old: OldModel, config: DistillConfig | UpgradeConfig) -> dict[str, str | None]:
+    """Of the models whose words are in the written samples."""
+    models = {"source": old.models.source, "target": old.models.target}
+    known = {name: identity_of(model).get("license") for name, model in models.items()}
+    return known if config.generator is None else {**known, "generator": identity_of(config.generator).get("license")}
 
 
 def _heads(models: Sides[Model], wanted: str | None, dataset: Dataset) -> Sides[Head] | None:
@@ -144,31 +377,54 @@ def _heads(models: Sides[Model], wanted: str | None, dataset: Dataset) -> Sides[
     return Sides(*(choose_head(model, wanted, dataset) for model in models))
 
 
-def _run(
+def _taught(found: _Prepared, config: DistillConfig, events: Events | None = None, work: Work | None = None) -> Result:
+    """Gather the lessons and teach them."""
+    events = events or Events()
+    synthetic = config.synthetic is not None
+    lessons = lessons_of(found.old, found.own, config, written=synthetic, work=work, events=events)
+    samples = samples_of(found.old.models, lessons.own, found.heads)
+    about = {**found.about, "resolved": {**found.about["resolved"], "loss": samples.objective.name}}
+    conditions = fingerprint(_conditions(found.about, config))
+    saved = None if work is None else state_file(work)
+    return taught(samples, found.old.vector, lessons, config, {**about, "fingerprint": conditions}, events, saved)
+
+
+def samples_of(models: Sides[Model], data: Dataset, heads: Sides[Head] | None) -> DatasetSamples:
+    """All samples of a data set, for both models."""
+    objective = choose_objective(data, models)
+    count = len(data)
+    return DatasetSamples(models, data, np.arange(count), heads, count, objective)
+
+
+def taught(
     samples: DatasetSamples,
     change: TaskVector,
-    about: Mapping[str, Any],
+    lessons: Lessons,
     config: DistillConfig,
+    about: Mapping[str, Any],
     events: Events | None = None,
     saved: StateFile | None = None,
 ) -> Result:
+    """Teach a target as it is, and describe it in a record."""
     target = samples.models.target
-    vector, entry = teach(samples, target, change, TaskVector({}), config, events=events, saved=saved)
+    start = TaskVector({})
+    vector, entry = teach(samples, target, change, start, config, extra=lessons.extra, events=events, saved=saved)
     record = {
         **about,
         "method": "distill",
         "scale": 1.0,
         "samples": len(samples),
         "seconds": entry["seconds"],
-        "fingerprint": fingerprint(_conditions(about, config)),
         "seconds_by_stage": {"distill": entry["seconds"]},
         "passes": {},
         "layers": [],
         "not_transported": [],
         "left_behind": [],
         "distilled": {"teacher": about["finetuned"]["name"], **entry},
+        **({} if lessons.about is None else {"synthetic": lessons.about}),
     }
-    return Result(Update(target, vector), (), (), _output_options(config), record)
+    files = lessons.files(config.keep_texts)
+    return Result(Update(target, vector), (), (), _output_options(config), record, texts=files)
 
 
 def _output_options(config: DistillConfig) -> TransferConfig:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from ..config import DistillConfig, TransferConfig
 from ..errors import TuneportError
-from ..measure.samples import DatasetSamples
+from ..measure.samples import DatasetSamples, Samples
 from ..methods import LayerRecord
 from ..models.base import Model
 from ..models.open import path_of
 from ..outputs import Update, output_of
 from ..pairing import Kept
 from ..task_vectors.vector import TaskVector
-from ..training.distill import STEPS, divide, teach
+from ..training.distill import Extra, divide, teach
 from ..training.state import StateFile
 from ..types import Events
 from .comparison import summarize
@@ -44,6 +44,7 @@ class Result:
         config: the options.
         record: what the run record says.
         setup: what it was made from.
+        texts: files of text that are written beside the weights, by name.
     """
 
     update: Update
@@ -52,6 +53,7 @@ class Result:
     config: TransferConfig
     record: Mapping[str, Any]
     setup: Setup | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         moved = f"{len(self.records)} layers moved, {len(self.not_transported)} tensors stay"
@@ -92,11 +94,13 @@ class Result:
 
     def distill(
         self,
-        steps: int = STEPS,
+        steps: int | None = None,
         *,
         learning_rate: float | None = None,
         lora: int | None = None,
         batch_size: int | None = None,
+        samples: Samples | None = None,
+        extra: Extra | None = None,
         events: Events | None = None,
         saved: StateFile | None = None,
     ) -> Result:
@@ -106,23 +110,26 @@ class Result:
         and that may be this transfer as it is.
 
         Args:
-            steps: updates of the student.
+            steps: updates of the student; by default they follow from the samples.
             learning_rate: the highest, after the warm-up; by default it follows from the target's width.
             lora: train a LoRA of this rank in place of all linear layers, from the best fit of the transfer.
             batch_size: samples of an update; by default it follows from what is compared.
+            samples: in place of the calibration samples.
+            extra: samples that are taught beside them.
             events: listens to the run.
             saved: keeps the state of the run, and gives back that of a killed one.
         """
         if self.setup is None:
             raise TuneportError("this result does not know the models and samples that it was made from.")
-        samples, change, target = self.setup.calibration.samples, self.setup.change, self.target
+        change, target = self.setup.change, self.target
+        samples = self.setup.calibration.samples if samples is None else samples
         if change.fits_head and isinstance(samples, DatasetSamples):  # held-out samples must not have fitted it
             target = target.with_head(fit_head(target, self.apply(), divide(samples)[1]))
         config = DistillConfig.of(
             steps=steps, learning_rate=learning_rate, lora=lora, seed=self.config.seed, batch_size=batch_size
         )
         start = self.task_vector * self.scale
-        vector, entry = teach(samples, target, change.vector, start, config, events=events, saved=saved)
+        vector, entry = teach(samples, target, change.vector, start, config, extra=extra, events=events, saved=saved)
         record = {**self.record, "distilled": {"teacher": self.record["finetuned"]["name"], **entry}}
         if lora is None and entry["best"] == 0:
             return replace(self, record=record)
@@ -152,6 +159,7 @@ class Result:
         out, output = Path(out), output_of(config)
         output.check_place(out, config.overwrite, inputs=self._inputs())
         output.check_update(self.update)
+        texts = {**self.texts, **(texts or {})}
         record = {**self.record, "out": str(self.record.get("out", out)), "as": config.as_}
         recorded = {item.name for item, about in config.options() if about.recorded}
         given = {name.rstrip("_"): value for name, value in options.items() if name in recorded}

@@ -247,9 +247,11 @@ def _filtered(one: Filter, new: Sequence[Candidate], kept: Sequence[str], now: R
 def _answered(answer: Answer, new: Sequence[Candidate], choices: Sequence[str], now: Rounds) -> list[Candidate]:
     """The texts with the teacher's answers, without those that are not among the choices."""
     given = answer([candidate.text for candidate in new]) if new else []
-    if choices:
-        now.count(UNKNOWN, [None if one in choices else "not among the answers" for one in given])
-    return [replace(c, answer=one) for c, one in zip(new, given, strict=True) if not choices or one in choices]
+    if not choices:
+        now.count(UNKNOWN, [None if one else "without an end" for one in given])
+        return [replace(c, answer=one) for c, one in zip(new, given, strict=True) if one]
+    now.count(UNKNOWN, [None if one in choices else "not among the answers" for one in given])
+    return [replace(c, answer=one) for c, one in zip(new, given, strict=True) if one in choices]
 
 
 def _place(now: Rounds, new: Sequence[Candidate], goal: Goal, choices: Sequence[str]) -> None:

@@ -343,9 +343,7 @@ def divide(samples: DatasetSamples) -> tuple[DatasetSamples, DatasetSamples]:
     return samples.take(slice(len(samples) - count, None)), samples.take(slice(len(samples) - count))
 
 
-def _lessons(
-    samples: DatasetSamples, own: int, extra: Extra | None
-) -> tuple[DatasetSamples, DatasetSamples, int]:
+def _lessons(samples: DatasetSamples, own: int, extra: Extra | None) -> tuple[DatasetSamples, DatasetSamples, int]:
     """The samples that are held out, those that are taught, and how many of the latter are extra ones.
 
     Own samples are repeated until they are a fixed share of what is taught. Of few own samples none is held out if
@@ -353,7 +351,7 @@ def _lessons(
     """
     if extra is None:
         return *divide(samples), 0
-    kept, more = samples.take(samples.indices < own), samples.take(samples.indices >= own)
+    kept, more = (samples.take(np.flatnonzero(part)) for part in (samples.indices < own, samples.indices >= own))
     if extra.like_own and len(kept) < FEW:
         held_out, more = divide(more)
     else:

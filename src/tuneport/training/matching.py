@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.choices import without_labels
 from ..data.dataset import UNLABELLED, as_numbers
 from ..errors import DataError, TuneportError, first_of
+from ..measure.answers import is_choice
 from ..measure.objectives import batch_for, next_tokens, sample_losses, with_each_answer
 from ..measure.samples import DatasetSamples
 from ..measure.tokens import match_spans
@@ -27,7 +28,6 @@ from ..models.base import Model, widened
 from ..models.heads import Head
 from ..models.tokenizer import PADDING, Encoded
 from ..types import Sides
-from .answers import is_choice
 
 Ask = Callable[[nn.Module, Encoded], Any]
 Tokens = tuple[Tensor, Tensor, int]  # scores (N, K, vocabulary) and labels (N, K) from this position on

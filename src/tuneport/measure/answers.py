@@ -15,10 +15,10 @@ from ..data.chat import prompt_of
 from ..data.choices import candidates_of, with_answers
 from ..data.dataset import Dataset
 from ..errors import DataError
-from ..measure.language import likelihood
 from ..models.base import Model
 from ..models.generation import Sampling, generate_texts
 from ..types import Progress
+from .language import likelihood
 
 MOST_TOKENS = 256  # of an answer
 WRITTEN = 0.5  # the least share of answers that end
@@ -37,8 +37,13 @@ def is_choice(data: Dataset) -> bool:
     return data.choices is not None or data.labels is not None
 
 
+def is_passages(data: Dataset) -> bool:
+    """Whether the samples are texts that nobody asks for: they are their own answers."""
+    return not is_choice(data) and not data.has_chats and data.targets is None and data.answers != "none"
+
+
 def answered(teacher: Model, data: Dataset, progress: Progress | None = None) -> Answered:
-    """Let a language model answer samples; passages, which nobody asks for, stay as they are.
+    """Let a language model answer samples; passages stay as they are.
 
     Args:
         teacher: a language model, with its fine-tune.
@@ -48,24 +53,34 @@ def answered(teacher: Model, data: Dataset, progress: Progress | None = None) ->
     Returns:
         The samples with labels, where there are answers to choose from, or with the texts that the teacher writes.
     """
-    every = np.arange(len(data))
+    if is_passages(data):
+        return Answered(data, np.arange(len(data)))
+    texts = written_answers(teacher, data, progress)
     if is_choice(data):
-        blank = replace(data, labels=np.zeros(len(data), dtype=np.int64))
-        found = likelihood(teacher, blank, progress=progress).predicted
-        return Answered(replace(data, choices=candidates_of(data), labels=found), every)
-    if not data.has_chats and data.targets is None and data.answers != "none":
-        return Answered(data, every)
-    prompts = [prompt_of(sample) if isinstance(sample, list) else _joined(sample) for sample in data.inputs]
-    found = generate_texts(teacher, prompts, Sampling(MOST_TOKENS, temperature=0.0), advance=progress)
-    if np.mean([one.finished for one in found]) < WRITTEN:
-        found = [replace(one, text=one.text.strip().partition("\n")[0], finished=True) for one in found]
-    kept = np.array([at for at, one in enumerate(found) if one.finished and one.text.strip()], dtype=np.int64)
+        choices = candidates_of(data)
+        labels = np.array([list(each).index(text) for each, text in zip(choices, texts, strict=True)], dtype=np.int64)
+        return Answered(replace(data, choices=choices, labels=labels), np.arange(len(data)))
+    kept = np.array([at for at, text in enumerate(texts) if text], dtype=np.int64)
     if not len(kept):
         raise DataError(
             f"{teacher.name} gives no answer that ends within {MOST_TOKENS} tokens to any of {len(data)} prompts."
         )
-    texts = [found[at].text.strip() for at in kept]
-    return Answered(replace(with_answers(data.subset(kept), texts), answers="teacher"), kept)
+    given = with_answers(data.subset(kept), [texts[at] for at in kept])
+    return Answered(replace(given, answers="teacher"), kept)
+
+
+def written_answers(teacher: Model, data: Dataset, progress: Progress | None = None) -> list[str]:
+    """The teacher's answer to each sample, which is no passage; "" for an answer that does not end."""
+    if is_choice(data):
+        blank = replace(data, labels=np.zeros(len(data), dtype=np.int64))
+        predicted = likelihood(teacher, blank, progress=progress).predicted
+        assert predicted is not None
+        return [each[place] for each, place in zip(candidates_of(data), predicted.tolist(), strict=True)]
+    prompts = [prompt_of(sample) if isinstance(sample, list) else _joined(sample) for sample in data.inputs]
+    found = generate_texts(teacher, prompts, Sampling(MOST_TOKENS, temperature=0.0), advance=progress)
+    lines = np.mean([one.finished for one in found]) < WRITTEN
+    texts = [one.text.strip().partition("\n")[0] if lines else one.text if one.finished else "" for one in found]
+    return [text.strip() for text in texts]
 
 
 def _joined(text: str | tuple[str, str]) -> str:
