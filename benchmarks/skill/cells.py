@@ -130,7 +130,7 @@ class Task:
 
     def _sample(self, row: dict[str, Any]) -> Sample:
         text, answer = (row["text"], self.words[row["label"]]) if self.words else (row["prompt"], row["answer"])
-        return Sample(self.form.format(text), f" {answer}\n")
+        return Sample(self.form.format(text), f" {answer}")
 
     def _passages(self, path: Path) -> Parts:
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -143,9 +143,11 @@ class Task:
 
     def row(self, sample: Sample) -> dict[str, Any]:
         """The sample as tuneport reads it; nothing says which answer is right."""
-        if self.kind == "choices":
-            return {"text": sample.prompt, "choices": list(self.words)}
-        return {"text": sample.answer} if self.kind == "passages" else {"prompt": sample.prompt}
+        if self.kind == "passages":
+            return {"text": sample.answer}
+        before, behind = self.form.split("{}")
+        text = {"text": sample.prompt.removeprefix(before).removesuffix(behind)}
+        return {**text, "choices": list(self.words)} if self.kind == "choices" else text
 
 
 _TREC = ("description", "entity", "abbreviation", "person", "place", "number")

@@ -51,8 +51,8 @@ class LanguageModel:
         pad = self.tokenizer.pad_token_id
         self.padding = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
 
-    def encode(self, sample: Sample) -> tuple[list[int], int]:
-        """Return the tokens of a sample and the place where its answer begins.
+    def encode(self, sample: Sample, *, ended: bool = False) -> tuple[list[int], int]:
+        """Return the tokens of a sample, with the end of the text if it is `ended`, and where its answer begins.
 
         Prompt and answer are encoded as one text. A first token that nothing precedes cannot be predicted.
         """
@@ -61,7 +61,8 @@ class LanguageModel:
         place = next(
             (at for at, (one, other) in enumerate(zip(start, whole, strict=False)) if one != other), len(start)
         )
-        return whole, max(1, min(place, len(whole) - 1))
+        end = [int(self.tokenizer.eos_token_id)] if ended and sample.prompt else []
+        return whole + end, max(1, min(place, len(whole) - 1))
 
     def _tokens(self, text: str) -> list[int]:
         found = list(self.tokenizer(text, verbose=False)["input_ids"])
@@ -104,7 +105,7 @@ class LanguageModel:
         trained = [each for each in self.module.parameters() if each.requires_grad]
         cuda = self.device.type == "cuda"
         optimizer = torch.optim.AdamW(trained, lr=schedule.rate, weight_decay=0.0, fused=cuda)
-        rows = [self.encode(sample) for sample in samples]
+        rows = [self.encode(sample, ended=True) for sample in samples]
         batches = _batches(len(rows), schedule.batch, random.Random(seed))
         with _fast_products():
             for step in range(schedule.steps):

@@ -10,9 +10,10 @@ from typing import Any
 
 from benchmarks.skill.cells import Cell, Sample, Task
 
-ROUTES = {"copy": ("copy",), "port": ("port",), "distill": ("distill",), "synthetic": ("synthetic",), "upgrade": None}
-DESCRIBED = ("synthetic", "upgrade")  # routes that are told the sentence about the texts
+ROUTES = {"copy": ("copy",), "port": ("port",), "upgrade": None}
 CLOSED_FORMS = ("cross-lora", "theseus", "bico")  # methods of `transfer`, at scale 1
+WRITTEN = 2000  # samples that models write
+RANK = 16  # of a student's LoRA
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,29 @@ def take(
     """
     import tuneport
 
-    data = write_samples(task, samples, out.with_suffix(".jsonl")) if samples else None
     models = str(inputs.source), str(inputs.adapter), str(inputs.target)
-    options: dict[str, Any] = {"device": inputs.device, "dtype": inputs.dtype, "as_": "adapter", "seed": cell.draw or 0}
+    options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
     if cell.arm in CLOSED_FORMS:
+        data = write_samples([{"text": sample.prompt or sample.answer} for sample in samples], out)
         more = {"samples": len(samples)} if samples else {}
-        tuneport.transfer(*models, data, method=cell.arm, scale=1.0, **more, **options).save(out)
+        tuneport.transfer(*models, data, method=cell.arm, scale=1.0, as_="adapter", **more, **options).save(out)
         return {"method": cell.arm, "scale": 1.0}
-    if (routes := ROUTES[cell.arm]) is not None:
-        options["routes"] = routes
-    if cell.arm in DESCRIBED:
-        options["describe"] = task.describe
-    if steps is not None:
-        options["steps"] = steps
+    data = write_samples([task.row(sample) for sample in samples], out)
+    options["steps"] = steps
+    if task.form:
+        options["template"] = task.form.replace("{}", "{text}")
+    if cell.arm in ("distill", "synthetic"):
+        if cell.arm == "synthetic":
+            options |= {"synthetic": WRITTEN if steps is None else 16, "keep_texts": True}
+            options |= {"describe": task.describe} if task.form and not samples else {}
+        source, adapter, target = models
+        options |= {"samples": len(samples) or None, "lora": RANK}
+        result = tuneport.distill(adapter, target, data, source, **options)
+        result.save(out)
+        kept = ("distilled", "synthetic", "seconds")
+        return {key: result.record[key] for key in kept if key in result.record}
+    routes = ROUTES[cell.arm]
+    options |= {"as_": "adapter"} if routes is None else {"as_": "adapter", "routes": routes}
     found = tuneport.upgrade(*models, data, **options)
     if found.chosen is not None:
         found.save(out)
@@ -67,8 +78,11 @@ def take(
     }
 
 
-def write_samples(task: Task, samples: Sequence[Sample], path: Path) -> str:
-    """Write samples without their answers as a table."""
+def write_samples(rows: Sequence[dict[str, Any]], out: Path) -> str | None:
+    """Write rows as a table beside the folder of the LoRA; None if there are none."""
+    if not rows:
+        return None
+    path = out.with_suffix(".jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(task.row(sample)) + "\n" for sample in samples), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)

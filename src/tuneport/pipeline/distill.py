@@ -218,7 +218,7 @@ def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Even
     found = _prepare(inputs.finetuned, inputs.target, inputs.data, inputs.source, config)
     if inputs.data is not None:
         found = replace(found, about=with_protocol(found.about, found.old.models.target, inputs.data, config.head))
-    conditions = _conditions(found.about, config)
+    conditions = deciding(found.about, config)
     work = Work(out, conditions, config.save_every)
     with claimed(out):
         done = finished(out, output) if config.resume else None
@@ -249,7 +249,7 @@ def _prepare(
     finetuned: Any, target: Any, data: str | Path | Dataset | None, source: Any, config: DistillConfig
 ) -> _Prepared:
     """Open teacher and student and draw the samples; also the change that makes the source the teacher."""
-    if data is None and (config.synthetic is None or not config.describe):
+    if data is None and config.synthetic is None:
         raise OptionError("a distillation needs samples: pass `data`, or `synthetic=N` and `describe`, one sentence.")
     device = pick_device(config.device)
     tuned = opened(local(finetuned) if isinstance(finetuned, (str, Path)) else finetuned)
@@ -297,22 +297,39 @@ def _prepare(
     return _Prepared(old, dataset.subset(indices), heads, about)
 
 
-def described(
+def about_upgrade(
     models: Sides[Model], tuned: Any, data: Any, own: Dataset | None, indices: Rows | None, config: UpgradeConfig
 ) -> dict[str, Any]:
-    """What decides an upgrade beside its options: its inputs with their SHA-256, without their paths."""
-    parts = list(tuned) if isinstance(tuned, (list, tuple)) else [tuned]
-    drawn: Mapping[str, Any] = {} if own is None else data_identity(data, own, np.arange(len(own)))
-    found = {
+    """The inputs of an upgrade with their SHA-256, and its options, for the record."""
+    parts = [identity_of(opened(part)) for part in (tuned if isinstance(tuned, (list, tuple)) else [tuned])]
+    drawn: Mapping[str, Any] = {"name": "written samples"}
+    if own is not None:
+        drawn = {
+            **data_identity(data, own, np.arange(len(own))),
+            "indices": [] if indices is None else indices.tolist(),
+        }
+    return {
         "tuneport": package_version("tuneport"),
+        "command": "upgrade",
+        "options": config.to_json(),
+        "resolved": {"device": str(models.target.device), "dtype": config.dtype},
         "source": identity_of(models.source),
+        "finetuned": parts[0]
+        if len(parts) == 1
+        else {"name": " + ".join(part["name"] for part in parts), "parts": parts},
         "target": identity_of(models.target),
-        "finetuned": [identity_of(opened(part)) for part in parts],
-        "data": {**drawn, "indices": None if indices is None else indices.tolist()},
-        **_others(config),
+        "data": drawn,
         "versions": versions(),
+        "blocks": {"source": {}, "target": {}},
+        **_others(config),
     }
-    plain: dict[str, Any] = _without_paths(json.loads(to_json(found)))
+
+
+def deciding(about: Mapping[str, Any], config: DistillConfig | UpgradeConfig) -> dict[str, Any]:
+    """What decides a result, as JSON values: inputs without their paths, and options that are no mere control."""
+    control = {item.name for item, option in config.options() if option.control}
+    options = {name: value for name, value in about["options"].items() if name not in control}
+    plain: dict[str, Any] = _without_paths(json.loads(to_json({**about, "options": options})))
     return plain
 
 
@@ -384,7 +401,7 @@ def _taught(found: _Prepared, config: DistillConfig, events: Events | None = Non
     lessons = lessons_of(found.old, found.own, config, written=synthetic, work=work, events=events)
     samples = samples_of(found.old.models, lessons.own, found.heads)
     about = {**found.about, "resolved": {**found.about["resolved"], "loss": samples.objective.name}}
-    conditions = fingerprint(_conditions(found.about, config))
+    conditions = fingerprint(deciding(found.about, config))
     saved = None if work is None else state_file(work)
     return taught(samples, found.old.vector, lessons, config, {**about, "fingerprint": conditions}, events, saved)
 
@@ -430,21 +447,6 @@ def taught(
 def _output_options(config: DistillConfig) -> TransferConfig:
     """How the student is written: as an adapter where a LoRA is trained."""
     return TransferConfig(as_="model" if config.lora is None else "adapter", overwrite=config.overwrite)
-
-
-def _conditions(about: Mapping[str, Any], config: DistillConfig) -> dict[str, Any]:
-    """Everything that decides the student, without the paths of the inputs."""
-    control = {item.name for item, option in config.options() if option.control}
-    return {
-        key: {
-            name: item
-            for name, item in value.items()
-            if name not in ("path", "protocol") and not (key == "options" and name in control)
-        }
-        if isinstance(value, dict)
-        else value
-        for key, value in about.items()
-    }
 
 
 def _size(target: Model, config: DistillConfig, output: Output) -> int:

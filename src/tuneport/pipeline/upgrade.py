@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from ..config import DistillConfig, MeasureConfig, TransferConfig, TransferInputs, UpgradeConfig
 from ..data.dataset import Dataset, joined
-from ..data.samplers import DEFAULT_SAMPLES, select
-from ..errors import DataError, MethodError, OptionError, TuneportError
+from ..data.draws import DEFAULT_SAMPLES
+from ..data.samplers import select
+from ..errors import DataError, MethodError, OptionError, PairingError, TuneportError
 from ..io.output import claimed
 from ..measure.accuracy import Evaluation, zero_shot
 from ..measure.answers import is_choice, is_passages
@@ -32,7 +33,7 @@ from ..measure.language import likelihood, perplexity
 from ..methods import get_method
 from ..models.base import Model, ModelLike
 from ..models.change import Finetuned, is_whole
-from ..models.heads import choose_head
+from ..models.heads import Head, choose_head
 from ..models.open import path_of
 from ..models.weights import changed
 from ..outputs import output_of
@@ -42,12 +43,13 @@ from ..synthetic.samples import WrittenSamples
 from ..training.distill import Extra
 from ..training.neutral import TOLERANCE, Neutral
 from ..training.state import StateFile
-from ..types import Events
+from ..types import Events, Sides
 from .distill import (
     NOTHING,
     Lessons,
     OldModel,
-    described,
+    about_upgrade,
+    deciding,
     licences,
     read_extra,
     read_own,
@@ -190,25 +192,35 @@ def _upgrade(
     if not is_whole(models.source, change, config.exclude):
         raise TuneportError("an upgrade asks the old model, which must be whole: leave out `exclude`.")
     old = OldModel(models, change.vector)
+    about = about_upgrade(models, tuned, data, own, indices, config)
     work = None
     if out is not None:
-        conditions = {"options": _deciding(config), **described(models, tuned, data, own, indices, config)}
-        work = Work(out, conditions, config.save_every)
+        work = Work(out, deciding(about, config), config.save_every)
         if not config.resume:
             work.remove()
     lessons = _Lessons(old, own, config, work, events)
     events.step("asking the old model")
     most = DEFAULT_SAMPLES if old.writes else len(lessons.own)
     calibrating = lessons.own.subset(np.arange(min(len(lessons.own), most)))
-    setup = prepare(models.source, tuned, models.target, calibrating, replace(asked, samples=len(calibrating)))
-    setup = replace(setup, about={**setup.about, "data": _identity(data, indices, setup)})
-    if setup.calibration.heads is not None:
-        lessons = replace(lessons, old=replace(old, models=setup.models, head=setup.calibration.heads.source))
-    judge = _Judge(setup, lessons.held_out, asked, lessons.raw_held_out)
-    scored = with_teacher_scores(setup.models, change, setup.calibration.samples)
-    base = before_port(setup.models.target, scored, fits=change.fits_head)
+    asked, setup, unpaired, heads = replace(asked, samples=len(calibrating)), None, "", None
+    try:
+        setup = prepare(models.source, tuned, models.target, calibrating, asked)
+    except PairingError as error:
+        if not old.writes:
+            raise
+        unpaired = str(error)
+    base = models.target
+    if setup is not None:
+        about = {**setup.about, **{key: about[key] for key in ("command", "options", "data")}}
+        models, heads = setup.models, setup.calibration.heads
+        setup = replace(setup, about=about)
+        scored = with_teacher_scores(models, change, setup.calibration.samples)
+        base = before_port(models.target, scored, fits=change.fits_head)
+    if heads is not None:
+        lessons = replace(lessons, old=replace(old, models=models, head=heads.source))
+    judge = _Judge(models, heads, lessons.held_out, asked, lessons.raw_held_out)
     rows, made = [judge.old(lessons.old), judge.score("target", base, {})], dict[str, Result]()
-    taking = _Routes(setup, replace(asked, samples=len(calibrating)), config, lessons, judge, work, events)
+    taking = _Routes(setup, unpaired, about, asked, config, lessons, judge, work, events)
     output = output_of(asked)
     for name in config.routes:
         if config.time is not None and time.perf_counter() - started > config.time:
@@ -240,12 +252,6 @@ def _own_samples(data: Any, config: UpgradeConfig) -> tuple[Dataset, NDArray[np.
     return whole.subset(indices), indices
 
 
-def _deciding(config: UpgradeConfig) -> dict[str, Any]:
-    """The options that decide the result."""
-    control = {item.name for item, option in config.options() if option.control}
-    return {name: value for name, value in config.to_json().items() if name not in control}
-
-
 def _transfer_config(config: UpgradeConfig, target: Model | None = None) -> TransferConfig:
     """The options of the transfer that the routes are made of; a language model is written as an adapter."""
     shared = ("columns", "max_length", "head", "exclude", "device", "dtype", "batch_size", "trust_remote_code")
@@ -254,14 +260,6 @@ def _transfer_config(config: UpgradeConfig, target: Model | None = None) -> Tran
     as_ = config.as_ or ("adapter" if writes else "model")
     rank = (config.rank or RANK) if as_ == "adapter" else None
     return TransferConfig(labels=None, as_=as_, rank=rank, **given)
-
-
-def _identity(data: Any, indices: NDArray[np.int64] | None, setup: Setup) -> Mapping[str, Any]:
-    """What was read and drawn, for the record."""
-    known = dict(setup.about["data"])
-    if isinstance(data, (str, Path)):
-        known |= {"path": str(data)}
-    return known if indices is None else {**known, "indices": indices.tolist()}
 
 
 def _after(name: str, config: UpgradeConfig) -> list[str]:
@@ -358,9 +356,11 @@ class _Lessons:
 
 @dataclass(frozen=True, eq=False)
 class _Routes:
-    """Makes what a route makes."""
+    """Makes what a route makes; without a setup, layers cannot be paired, and `unpaired` says why."""
 
-    setup: Setup
+    setup: Setup | None
+    unpaired: str
+    about: Mapping[str, Any]
     asked: TransferConfig
     config: UpgradeConfig
     lessons: _Lessons
@@ -371,10 +371,11 @@ class _Routes:
     def take(self, name: str, port: Result | None, rows: list[RouteScore]) -> Result:
         """Make what a route makes; `port` and `rows` are what earlier ones have made."""
         if name == "copy":
-            _check_same_shapes(self.setup)
-            return run(self.setup, replace(self.asked, method="naive", scale=1.0), events=self.events)
+            setup = self._paired
+            _check_same_shapes(setup)
+            return run(setup, replace(self.asked, method="naive", scale=1.0), events=self.events)
         if name == "port":
-            return run(self.setup, self.asked, work=self._port_work, events=self.events)
+            return run(self._paired, self.asked, work=self._port_work, events=self.events)
         lessons = self.lessons.of(name)
         self.events.step(f"route {name}: teaching")
         ported = next((row for row in rows if row.name == "port"), None)
@@ -382,10 +383,16 @@ class _Routes:
         return self._teach(name, lessons, port if helps else None)
 
     @property
+    def _paired(self) -> Setup:
+        if self.setup is None:
+            raise MethodError(self.unpaired)
+        return self.setup
+
+    @property
     def _port_work(self) -> Work | None:
         if self.work is None:
             return None
-        conditions = conditions_of(self.setup.about, self.asked, get_method(self.asked.method), "upgrade")
+        conditions = conditions_of(self._paired.about, self.asked, get_method(self.asked.method), "upgrade")
         work = Work(self.work.out, conditions, self.work.every)
         work.check()
         return work
@@ -398,19 +405,18 @@ class _Routes:
             self.work.make_folder()
             place = self.work.training_state.with_name(f"{name}.safetensors")
             saved = StateFile(place, fingerprint({**self.work.conditions, "route": name}), self.work.every)
-        models, change, heads = self.setup.models, self.setup.change, self.setup.calibration.heads
-        samples = samples_of(models, lessons.own, heads)
+        samples = samples_of(self.judge.models, lessons.own, self.judge.heads)
         if start is None and self.lessons.old.writes:
             given = {"steps": self.config.steps, "lora": lora, "seed": self.config.seed}
             config = DistillConfig.of(**given, keep_texts=self.config.keep_texts)
-            about = {**self.setup.about, "options": self.config.to_json(), "command": "upgrade"}
-            about |= {"fingerprint": fingerprint({} if self.work is None else self.work.conditions)}
-            found = taught(samples, change.vector, lessons, config, about, self.events, saved)
+            about = {**self.about, "fingerprint": fingerprint({} if self.work is None else self.work.conditions)}
+            found = taught(samples, self.lessons.old.vector, lessons, config, about, self.events, saved)
             return replace(found, config=self.asked, setup=self.setup)
         if start is None:
-            start = run(self.setup, self.asked, work=self._port_work, events=self.events)
+            start = run(self._paired, self.asked, work=self._port_work, events=self.events)
             start = replace(start, update=replace(start.update, scale=0.0))
-        asked: Any = with_teacher_scores(models, change, samples) if change.fits_head else samples
+        change = self._paired.change
+        asked: Any = with_teacher_scores(self.judge.models, change, samples) if change.fits_head else samples
         more = {"samples": asked, "extra": lessons.extra, "events": self.events, "saved": saved}
         found = start.distill(self.config.steps, lora=lora, **more)
         record = found.record if lessons.about is None else {**found.record, "synthetic": lessons.about}
@@ -431,13 +437,15 @@ class _Judge:
     """Scores models on the held-out samples; the old model's answers are known after `old`.
 
     Args:
-        setup: with both models.
+        models: both models.
+        heads: of classifiers.
         data: the samples, with the old model's answers where it has written them.
         config: the options.
         raw: the samples with the labels and answers of the data.
     """
 
-    setup: Setup
+    models: Sides[Model]
+    heads: Sides[Head] | None
     data: Dataset
     config: MeasureConfig
     raw: Dataset
@@ -447,13 +455,13 @@ class _Judge:
 
     @cached_property
     def neutral(self) -> Neutral | None:
-        target = self.setup.models.target
+        target = self.models.target
         return Neutral(target) if target.generates is not None else None
 
     @property
     def writes(self) -> bool:
         """Whether models are compared by what they write."""
-        return self.setup.calibration.heads is None and not is_choice(self.data) and not is_passages(self.data)
+        return self.heads is None and not is_choice(self.data) and not is_passages(self.data)
 
     def old(self, model: OldModel) -> RouteScore:
         """Ask the old model."""
@@ -481,8 +489,8 @@ class _Judge:
 
     def _ask(self, model: Model) -> Evaluation:
         """Compare a model with the old one: by classes, by the answers to choose from, or by what that has written."""
-        data, heads = self.data, self.setup.calibration.heads
-        if heads is None and (is_passages(data) or self.writes):
+        data = self.data
+        if self.heads is None and (is_passages(data) or self.writes):
             found = perplexity(model, data)
             if not self.writes or found.exact is None:
                 return found
@@ -491,7 +499,7 @@ class _Judge:
         return self._classify(model, replace(data, labels=self.raw.labels))
 
     def _classify(self, model: Model, data: Dataset) -> Evaluation:
-        heads = self.setup.calibration.heads
+        heads = self.heads
         if data.labels is None:  # scores need labels; these are not looked at
             classes = heads.target.classes if heads is not None else data.classes
             data = replace(data, labels=np.zeros(len(data), dtype=np.int64), classes=classes)
