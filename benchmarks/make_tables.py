@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import commit  # noqa: E402
+from benchmarks.rows import commit  # noqa: E402
 
 TASKS = ("mnist", "fashion", "gtsrb", "cifar10")
 TEXT_TASKS = ("trec6", "sst2", "subj", "agnews")

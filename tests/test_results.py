@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.claims import check, distill, language_tables
-from benchmarks.common import rows_in
+from benchmarks.rows import rows_in
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.claims import distill, language_tables, readme
 from benchmarks.claims.zoo import METHODS, PAIRS, STATED
-from benchmarks.common import rows_in
+from benchmarks.rows import rows_in
 
 if sys.version_info >= (3, 11):
     import tomllib

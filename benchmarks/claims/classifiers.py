@@ -36,7 +36,8 @@ import numpy as np
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
-from benchmarks.common import add_row, commit, part_of, rows_in
+from benchmarks.common import part_of
+from benchmarks.rows import add_row, commit, rows_in
 from tuneport.config import TransferConfig
 from tuneport.data.dataset import Dataset
 from tuneport.data.samplers import select

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from benchmarks.claims.text import SOURCE, TARGETS, read_splits, tune
 from benchmarks.claims.zoo import PAIRS, STATED
-from benchmarks.common import add_row, rows_in
+from benchmarks.rows import add_row, rows_in
 from tuneport.config import TransferConfig
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data

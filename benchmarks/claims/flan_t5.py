@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
 from benchmarks.claims.language_models import train_lora
-from benchmarks.common import commit
+from benchmarks.rows import commit
 from tuneport import transfer
 from tuneport.data.dataset import Dataset
 from tuneport.measure.accuracy import linear_probe

@@ -40,7 +40,7 @@ import torch
 
 from benchmarks.claims.language_tables import CELL, ONCE, PARTS, TRIAL, page
 from benchmarks.claims.language_tasks import ALL_DATA, INSTRUCTIONS, fast_products, read_task, score, train_lora
-from benchmarks.common import add_row, commit, rows_in
+from benchmarks.rows import add_row, commit, rows_in
 from tuneport.config import TransferConfig
 from tuneport.data.samplers import select
 from tuneport.errors import TuneportError

@@ -24,7 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import commit, load
+from benchmarks.common import load
+from benchmarks.rows import commit
 from paper.figures import draw
 from paper.recipe import FIGURES, RECIPES, Recipe, read_recipe
 from paper.run import (

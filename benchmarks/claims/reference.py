@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import reference
-from benchmarks.common import add_row, commit, part_of, rows_in
+from benchmarks.common import part_of
+from benchmarks.rows import add_row, commit, rows_in
 from tuneport import get_method, transfer
 
 CELLS = (("a", "a2", "cifar10"), ("a", "c", "gtsrb"), ("c", "a", "mnist"))

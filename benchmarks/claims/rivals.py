@@ -17,7 +17,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.common import commit, load, merge, run_comparison, save
+from benchmarks.common import load, merge, run_comparison, save
+from benchmarks.rows import commit
 from paper.schema import Comparison
 from paper.tables import RESULTS, Comparing, markdown
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.claims.language_models import read_task
-from benchmarks.common import commit
+from benchmarks.rows import commit
 from tuneport.data.dataset import Dataset
 from tuneport.measure.objectives import batch_for, choose_objective, next_tokens
 from tuneport.models.base import Model

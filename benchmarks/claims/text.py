@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.common import commit
+from benchmarks.rows import commit
 from paper.finetune import finetune
 from tuneport.config import TransferConfig
 from tuneport.data.dataset import Dataset

@@ -27,7 +27,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForTokenClassification, AutoTokenizer
 
 from benchmarks.claims.classifiers import FILES, PENALTIES, SOURCE, kept, options_of_rows, read_splits
-from benchmarks.common import add_row, commit, part_of, rows_in
+from benchmarks.common import part_of
+from benchmarks.rows import add_row, commit, rows_in
 from tuneport.config import TransferConfig
 from tuneport.data.dataset import Dataset
 from tuneport.models.open import pick_device

@@ -18,7 +18,8 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.common import commit, load, part_of, run_comparison, save
+from benchmarks.common import load, part_of, run_comparison, save
+from benchmarks.rows import commit
 from paper.schema import Comparison
 from paper.tables import Comparing
 

@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.common import add_row, rows_in
+from benchmarks.rows import add_row, rows_in
 from benchmarks.skill.arms import Place, begin_process, make_old, make_row
 from benchmarks.skill.cells import ARMS, PAIRS, TASKS, cells_of, check_arms, check_pairs, missing_inputs
 from benchmarks.skill.rows import to_do

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import commit
+from benchmarks.rows import commit
 from benchmarks.skill.cells import FEW_SHOT, TASKS, Cell, Parts, Schedule, neutral_passages
 from benchmarks.skill.models import LanguageModel, Scores
 from benchmarks.skill.routes import Inputs, take
