@@ -1,11 +1,12 @@
 """Neutral passages: what a student has to keep while it learns.
 
-One half of the passages anchors the student: there it is drawn towards the target's own predictions. The other half
-judges it: a state whose loss there is higher than the target's is not kept.
+Passages that the target writes itself, and half of the packaged ones, anchor the student: there it is drawn towards the
+target's own predictions. The other half judges it: a state that has forgotten them is not kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -17,9 +18,12 @@ from torch.nn import functional as F
 from ..data.dataset import UNLABELLED
 from ..measure.objectives import batch_for, next_tokens
 from ..models.base import Model, widened
+from ..models.generation import Sampling, generate_texts
 from ..models.tokenizer import Encoded
 
-TOLERANCE = 0.01  # by which the loss on neutral passages may be higher than the target's
+TOLERANCE = 0.05  # by which the loss on neutral passages may be higher than the target's
+WEIGHT = 4.0  # of the anchor beside the loss of the samples
+WRITTEN, TOKENS = 48, 48  # passages that the target writes
 LIKELY = 256  # tokens whose probabilities are kept; the others count together
 AT_ONCE = 4  # passages of a step
 
@@ -45,8 +49,8 @@ class Neutral:
         """The mean loss of a token of the passages that judge."""
         total, count = 0.0, 0
         with torch.no_grad():
-            for start in range(1, len(self._batches), 2):
-                logits, labels = self._scores(module, start)
+            for batch in self._judging:
+                logits, labels = self._scores(module, batch)
                 wanted = labels != UNLABELLED
                 total += float(F.cross_entropy(widened(logits[wanted]), labels[wanted], reduction="sum"))
                 count += int(wanted.sum())
@@ -54,19 +58,19 @@ class Neutral:
 
     def anchor(self, module: nn.Module, step: int) -> Tensor:
         """How far the student's predictions are from the model's own, as a Kullback-Leibler divergence per token."""
-        number = 2 * (step % (len(self._batches) // 2))
-        logits, labels = self._scores(module, number)
+        number = step % len(self._anchoring)
+        logits, labels = self._scores(module, self._anchoring[number])
         logs = widened(logits[labels != UNLABELLED]).log_softmax(-1)
         likely, tokens = self._kept(number)
         found = logs.gather(1, tokens)
         rest, others = (_rest(each) for each in (likely, found))
         wanted, given = torch.cat([likely, rest], 1), torch.cat([found, others], 1)
-        return F.kl_div(given, wanted, log_target=True, reduction="batchmean")
+        return WEIGHT * F.kl_div(given, wanted, log_target=True, reduction="batchmean")
 
     def _kept(self, number: int) -> tuple[Tensor, Tensor]:
         if number not in self._known:
             with torch.no_grad():
-                logits, labels = self._scores(self.model.module, number)
+                logits, labels = self._scores(self.model.module, self._anchoring[number])
                 logs = widened(logits[labels != UNLABELLED]).log_softmax(-1)
             self._known[number] = logs.topk(min(LIKELY, logs.shape[1] - 1))
         return self._known[number]
@@ -76,18 +80,27 @@ class Neutral:
         return {}
 
     @cached_property
-    def _batches(self) -> list[Encoded]:
-        reader = self.model.reader
+    def _judging(self) -> list[Encoded]:
+        return self._batches(passages()[1::2])
+
+    @cached_property
+    def _anchoring(self) -> list[Encoded]:
+        texts = list(passages()[0::2])
+        if self.model.generates == "causal":
+            found = generate_texts(self.model, [""] * WRITTEN, Sampling(TOKENS))
+            texts += [one.text for one in found if len(one.text.split()) > 1]
+        return self._batches(texts)
+
+    def _batches(self, texts: Sequence[str]) -> list[Encoded]:
+        reader, ordered = self.model.reader, sorted(texts, key=len)
         assert reader is not None
-        texts = sorted(passages(), key=len)
-        halves = texts[0::2], texts[1::2]
-        parts = [half[at : at + AT_ONCE] for at in range(0, len(halves[0]), AT_ONCE) for half in halves]
+        parts = [ordered[at : at + AT_ONCE] for at in range(0, len(ordered), AT_ONCE)]
         if self.model.generates == "causal":
             return [reader.continuations(part, None) for part in parts]
         return [reader.answers([_begin(text) for text in part], [_end(text) for text in part]) for part in parts]
 
-    def _scores(self, module: nn.Module, number: int) -> tuple[Tensor, Tensor]:
-        return next_tokens(self.model, module, batch_for(self.model, self._batches[number]))
+    def _scores(self, module: nn.Module, batch: Encoded) -> tuple[Tensor, Tensor]:
+        return next_tokens(self.model, module, batch_for(self.model, batch))
 
 
 def _rest(logs: Tensor) -> Tensor:
