@@ -48,7 +48,8 @@ class Schedule:
     def optimizer(self, module: nn.Module) -> torch.optim.AdamW:
         """An optimizer of the parameters that need a gradient."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay)
+        fused = bool(trained) and trained[0].device.type == "cuda"
+        return torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay, fused=fused)
 
 
 @contextmanager

@@ -86,8 +86,9 @@ class Neutral:
     @cached_property
     def _anchoring(self) -> list[Encoded]:
         texts = list(passages()[0::2])
-        if self.model.generates == "causal":
-            found = generate_texts(self.model, [""] * WRITTEN, Sampling(TOKENS))
+        if self.model.generates == "causal" and self.model.reader is not None:
+            most = max(min(TOKENS, self.model.reader.limit // 2), 1)
+            found = generate_texts(self.model, [""] * WRITTEN, Sampling(most))
             texts += [one.text for one in found if len(one.text.split()) > 1]
         return self._batches(texts)
 
