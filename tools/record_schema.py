@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from typing_extensions import NotRequired, TypedDict
 
 from tuneport.config import Config, DistillConfig, TransferConfig
-from tuneport.report.record import Count, Digest, Input, Keywords, PreparedRecord, Versions
+from tuneport.report.record import Count, Data, Digest, Input, Keywords, PreparedRecord, Versions
 
 Seconds = Annotated[float, Keywords(minimum=0)]
 Share = Annotated[float, Keywords(minimum=0, maximum=1, description="Of the squared norm of the change.")]
@@ -138,12 +138,14 @@ class MarkEntry(TypedDict):
     loss: Measured
     held_out_loss: Measured
     agreement: Measured
+    neutral: Annotated[float | None, Keywords(description="The loss on neutral passages, in nats per token.")]
 
 
 class DistilledEntry(TypedDict):
     teacher: str
-    matching: Literal["classes", "numbers", "similarities", "answers", "tokens", "spans"]
+    matching: Literal["classes", "numbers", "similarities", "answers", "tokens", "texts"]
     samples: Count
+    extra: Annotated[int, Keywords(minimum=0, description="Samples beside the own ones.")]
     held_out: Count
     left_out: Annotated[int, Keywords(minimum=0, description="Samples with nothing to compare.")]
     steps: Count
@@ -151,7 +153,34 @@ class DistilledEntry(TypedDict):
     learning_rate: float
     lora: int | None
     best: Annotated[int, Keywords(minimum=0, description="The step whose state is kept; 0 is the start.")]
+    neutral: Annotated[float | None, Keywords(description="The target's loss on neutral passages.")]
     curve: list[MarkEntry]
+    seconds: Seconds
+
+
+class RouteEntry(TypedDict):
+    name: str
+    score: float | None
+    agreement: Annotated[float | None, Keywords(description="Percent of samples answered as by the old model.")]
+    flips: Annotated[int | None, Keywords(description="Samples that the old model has right, and this one wrong.")]
+    neutral: Annotated[float | None, Keywords(description="Percent by which the loss on neutral text is higher.")]
+    seconds: Seconds
+    memory: int | None
+    note: str
+
+
+class SyntheticEntry(TypedDict):
+    generator: str
+    texts: Count
+    asked: Count
+    rounds: Count
+    temperature: float
+    judged: dict[str, int]
+    dropped: dict[str, dict[str, int]]
+    shares: dict[str, float]
+    longest_run: Annotated[int, Keywords(minimum=0, description="Words in a row shared with an own sample.")]
+    test_overlap: float
+    licences: dict[str, str | None]
     seconds: Seconds
 
 
@@ -176,6 +205,12 @@ class RunRecord(PreparedRecord):
     left_behind: list[LeftTensor]
     scale_choice: NotRequired[ScaleChoiceEntry]
     distilled: NotRequired[DistilledEntry]
+    synthetic: NotRequired[SyntheticEntry]
+    extra: NotRequired[Data]
+    generator: NotRequired[dict[str, Any]]
+    routes: NotRequired[list[RouteEntry]]
+    chosen: NotRequired[str]
+    decision: NotRequired[str]
     evaluation: NotRequired[Evaluation]
     outcome: NotRequired[Literal["gain", "harm", "no clear change", "nothing moved", "not measured"]]
     headline: NotRequired[str]

@@ -49,7 +49,7 @@ from tuneport.pipeline.transfer import Setup, prepare
 from tuneport.pipeline.transfer import run as run_setup
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.distill import HELD_OUT
-from tuneport.training.loop import Schedule, run_steps
+from tuneport.training.loop import Pace, Schedule, run_steps
 from tuneport.training.student import student_of
 
 LENGTH = 256
@@ -199,7 +199,8 @@ def tuned_lora(target: Model, chosen: Dataset, seed: int) -> Model:
 
         schedule = Schedule(100, 16, rate, weight_decay=0.0, seed=seed, warmup=10)
         marks = (25, 50, 100)
-        steps = run_steps("a LoRA", student, schedule.optimizer(student), schedule, len(taught), mean_loss, stops=marks)
+        pace, optimizer = Pace(stops=marks), schedule.optimizer(student)
+        steps = run_steps("a LoRA", student, optimizer, schedule, len(taught), mean_loss, pace)
         for step, _ in steps:
             if step in marks:
                 found = perplexity(target.with_module(student), held_out).perplexity or math.inf

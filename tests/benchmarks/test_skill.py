@@ -111,6 +111,8 @@ def test_written_answers_are_the_likeliest_tokens_to_the_end_of_the_line(models:
         for _ in range(8):
             with torch.no_grad():
                 tokens.append(int(model.module(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+            if tokens[-1] == model.tokenizer.eos_token_id:
+                break
         expected.append(model.tokenizer.decode(tokens[first:], skip_special_tokens=True).split("\n")[0].strip())
     assert model.write(prompts, 8) == expected
     assert len(set(expected)) > 1
@@ -145,12 +147,15 @@ def test_a_draw_is_part_of_a_larger_one_and_differs_from_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "keys"), [("trec6", {"text", "choices"}), ("banking77", {"prompt"}), ("shakespeare", {"text"})]
+    ("task", "keys"), [("trec6", {"text", "choices"}), ("banking77", {"text"}), ("shakespeare", {"text"})]
 )
 def test_samples_are_shown_without_their_answers(task: str, keys: set[str], tmp_path: Path) -> None:
-    path = write_samples(TASKS[task], [Sample("a prompt", " the answer\n")], tmp_path / "samples.jsonl")
+    sample = Sample(TASKS[task].form.format("a prompt"), " the answer")
+    path = write_samples([TASKS[task].row(sample)], tmp_path / "samples")
+    assert path is not None
     row = json.loads(Path(path).read_text())
     assert set(row) == keys
+    assert task == "shakespeare" or row["text"] == "a prompt"
     assert task == "shakespeare" or "the answer" not in str(row)
 
 

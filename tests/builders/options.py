@@ -16,7 +16,8 @@ INPUTS = TransferInputs(source="a", finetuned=("b b", "c"), target="t", data="d"
 OTHER: dict[str, Any] = {  # another value for each option that has no obvious one
     "scale": "safe",
     "columns": {"text": "sentence", "label": "y"},
-    "labels": "source",
+    "labels": "data",
+    "template": "a {text} b",
     "head_fit": "none",
     "exclude": ("*.bias", "a b"),
     "roles": {"up": "fc1", "gate": None},
@@ -37,6 +38,7 @@ WITH: dict[str, dict[str, Any]] = {  # options that go with another one
     **{name: {"as_": "adapter"} for name in ("rank", "energy", "uniform_rank", "adapter_dtype")},
     "samples": {"protocol": "linear-probe"},
     "shapes_only": {"memory_budget": 2**30},
+    **{name: {"synthetic": 99} for name in ("describe", "generator", "generator_url", "keep_texts")},
 }
 NUMBERS = (
     "samples",
@@ -49,6 +51,7 @@ NUMBERS = (
     "batch_size",
     "distill",
     "steps",
+    "synthetic",
 )
 
 

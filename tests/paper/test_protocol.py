@@ -18,7 +18,7 @@ from tuneport.errors import CheckpointError, DataError
 from tuneport.io.checkpoint import open_checkpoint
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
-from tuneport.training.loop import Schedule, run_steps
+from tuneport.training.loop import Pace, Schedule, run_steps
 
 SCHEDULE = Schedule(steps=6, batch_size=8, learning_rate=1e-3, warmup=2)
 
@@ -98,7 +98,7 @@ def test_passes_of_a_batch_hold_samples_of_similar_length() -> None:
             return result
 
         optimizer = schedule.optimizer(module)
-        run = run_steps("a test", module, optimizer, schedule, 10, loss, pass_size=4, lengths=lengths)
+        run = run_steps("a test", module, optimizer, schedule, 10, loss, Pace(pass_size=4, lengths=lengths))
         assert [step for step, _ in run] == [1, 2, 3]
         assert [len(part) for part in parts] == [3, 3] * 3
         return [one + two for one, two in zip(parts[::2], parts[1::2], strict=True)]

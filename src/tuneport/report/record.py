@@ -94,7 +94,7 @@ class PreparedRecord(TypedDict):
     """The record of a transfer before anything has run."""
 
     tuneport: str
-    command: Literal["transfer", "distill"]
+    command: Literal["transfer", "distill", "upgrade"]
     options: dict[str, Any]  # the fields of the command's config
     resolved: Resolved
     source: Input

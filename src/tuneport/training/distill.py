@@ -43,7 +43,7 @@ from .student import student_of
 FEWEST = 8  # samples
 FEWEST_OF_BATCH = 2  # a batch of one has no other sample to be compared or blended with
 READ = 128  # samples that are read at once to see which can be compared
-HELD_OUT, FEW, HELD_OUT_OF_FEW = 0.1, 50, 0.2  # share of the samples, also of few
+HELD_OUT, FEW, HELD_OUT_OF_FEW = 0.1, 50, 0.25  # share of the samples, also of few beside extra ones
 MOST_HELD_OUT = 200
 OWN = 8  # own samples are at least one of so many that are taught
 PASS_LETTERS = 6000  # characters of the texts of a pass, about 2,000 tokens
@@ -332,13 +332,12 @@ def _comparable(samples: DatasetSamples, matching: Matching) -> DatasetSamples:
     return found
 
 
-def divide(samples: DatasetSamples) -> tuple[DatasetSamples, DatasetSamples]:
+def divide(samples: DatasetSamples, share: float = HELD_OUT) -> tuple[DatasetSamples, DatasetSamples]:
     """The samples that are held out, and those that the student learns from."""
     if len(samples) < FEWEST:
         raise DataError(
             f"a distillation needs at least {FEWEST} samples, of which some are held out; got {len(samples)}."
         )
-    share = HELD_OUT if len(samples) >= FEW else HELD_OUT_OF_FEW
     count = min(max(round(share * len(samples)), 2), MOST_HELD_OUT)
     return samples.take(slice(len(samples) - count, None)), samples.take(slice(len(samples) - count))
 
@@ -355,7 +354,7 @@ def _lessons(samples: DatasetSamples, own: int, extra: Extra | None) -> tuple[Da
     if extra.like_own and len(kept) < FEW:
         held_out, more = divide(more)
     else:
-        held_out, kept = divide(kept)
+        held_out, kept = divide(kept, HELD_OUT if len(kept) >= FEW else HELD_OUT_OF_FEW)
     times = max(1, round(len(more) / ((OWN - 1) * max(len(kept), 1))))
     return held_out, replace(samples, indices=np.concatenate([np.tile(kept.indices, times), more.indices])), len(more)
 
