@@ -70,12 +70,12 @@ def test_a_transfer_is_scored_by_bits_per_character(run: Run, trio: dict[str, Pa
     assert done.json["tokens"]["share"] == 1.0
     page = (place / "out" / "report.html").read_text()
     assert "the fine-tuned source" in page
-    assert f"{found['after']:.4f}" in page
+    assert f"{found['after']:.3f}" in page
     told = run("transfer", *words(trio, samples=12, out=place / "again"), "--evaluate")
     assert told.out.splitlines()[1].startswith(
         f"bits per character on {test.name}: {found['before']:.3f} -> {found['after']:.3f}: "
     )
-    assert f"the fine-tuned source  {found['source']:.4f} (" in told.out
+    assert f"the fine-tuned source  {found['source']:.3f} (" in told.out
 
 
 def test_texts_are_cut_with_a_note(run: Run, trio: dict[str, Path], place: Path) -> None:

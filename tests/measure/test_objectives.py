@@ -363,7 +363,7 @@ def test_custom_loss_on_the_command_line(own: str, encoders: dict[str, Path], tm
     record = json.loads(done.stdout)
     assert record["resolved"]["loss"] == f"{own}:loss"
     assert sys.modules[own].calls[:6] == [6, 6, 6, 6, 4, 4]  # source and target, batch by batch
-    own_way = open_model(tmp_path / "out").tensors
+    own_way = open_model(tmp_path / "out").weights.tensors
     plain = CliRunner().invoke(app, arguments(encoders, False, tmp_path / "plain", "--data", str(encoders["labels"])))
     assert json.loads(plain.stdout)["resolved"]["loss"] == "classification"
     other = open_model(tmp_path / "plain").tensors

@@ -33,7 +33,7 @@ def print_routes(record: Mapping[str, Any]) -> None:
     """Print the table of routes."""
     rows = []
     for row in record["routes"]:
-        numbers = [("score", ".4g"), ("agreement", ".1f"), ("flips", "d"), ("seconds", ".1f")]
+        numbers = [("score", ".4g"), ("agreement", ".1f"), ("flips", "d"), ("neutral", "+.1f"), ("seconds", ".1f")]
         cells = ["" if row[key] is None else format(row[key], form) for key, form in numbers]
         rows.append([row["name"], *cells, row["note"] or ("chosen" if row["name"] == record["chosen"] else "")])
-    show(rows, "route", "score", "agreement, %", "flips", "seconds", "", fold=True)
+    show(rows, "route", "score", "agreement, %", "flips", "neutral, %", "seconds", "", fold=True)

@@ -610,8 +610,13 @@ def _said(row: RouteScore, old: RouteScore) -> str:
     """A score in words."""
     if row.agreement is None:
         return f"{row.score:.3f} bits per character on held-out samples, the old model {old.score:.3f}"
-    score = "" if row.score is None else f"{row.score:.1f} % right, "
-    return f"{score}agrees with the old model on {row.agreement:.1f} %"
+    score = ""
+    if row.score is not None:
+        percent = row.own is None or row.score == row.own.accuracy
+        score = f"{row.score:.1f} % right, " if percent else f"{row.score:.3f} bits per character, "
+    said = f"{score}agrees with the old model on {row.agreement:.1f} %"
+    bits = None if row.found is None or row.found.protocol != "perplexity" else row.found.bits_per_character
+    return said if bits is None else f"{said} ({bits:.3f} bits per character of its answers)"
 
 
 def _reset_memory(model: Model) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ..io.sizes import format_bytes
 from .answer import Answer
 from .plots import Figure, Number, curves, is_finite, tracks
 from .record import Record
@@ -121,7 +122,7 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters |= {"number": number_text}
+_ENVIRONMENT.filters |= {"number": number_text, "bytes": lambda size: "" if size is None else format_bytes(size)}
 
 
 def _layer_maps(layers: Layers) -> list[Figure]:
