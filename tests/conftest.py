@@ -14,6 +14,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from builders.folders import Zoo
+    from builders.lessons import Animals
 
 settings.register_profile("tuneport", deadline=None)  # a busy machine is no error
 settings.load_profile("tuneport")
@@ -74,3 +75,21 @@ def no_forward() -> Iterator[None]:
     with count_forwards() as ran:
         yield
     assert ran == []
+
+
+@pytest.fixture(scope="session")
+def animals(tmp_path_factory: pytest.TempPathFactory) -> Animals:
+    """A tiny language model that was taught the sounds of animals, and the models around it; read only."""
+    from builders.lessons import animals
+
+    return animals(tmp_path_factory.mktemp("animals"))
+
+
+@pytest.fixture
+def few_passages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neutral passages are few and short, to save time."""
+    from tuneport.training import neutral
+
+    begins = tuple(text[:40] for text in neutral.passages()[:4])
+    monkeypatch.setattr(neutral, "passages", lambda: begins)
+    monkeypatch.setattr(neutral, "WRITTEN", 2)
