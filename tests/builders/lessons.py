@@ -22,6 +22,9 @@ KINDS = ("a", "the", "one", "my", "his", "her", "our", "big", "old", "red", "sad
 TEXTS = tuple(f"{kind} {animal}" for kind in KINDS for animal in SOUNDS)
 PROMPTS = tuple(TEMPLATE.replace("{text}", text) for text in TEXTS)
 ANSWERS = tuple(SOUNDS[text.split()[1]] for text in TEXTS)
+LISTS = tuple(  # that the generator knows
+    "Examples:" + "".join(f"\n- {text}" for text in TEXTS[start : start + 8]) + "\n" for start in range(0, 40, 10)
+)
 SIZE = Size(width=32, heads=4, groups=4, head_width=8, hidden=64)
 BATCH = 20  # of a step
 OTHER = Size(width=40, heads=5, groups=5, head_width=8, hidden=64, seed=1)
@@ -49,9 +52,7 @@ def animals(folder: Path) -> Animals:
     words.model_max_length = 512
     other = make("llama", OTHER, vocab_size=len(words), max_position_embeddings=512)
     target = write(folder / "target", other, words)
-    lists = (TEXTS[start : start + 8] for start in range(0, 40, 10))
-    lines = ["Examples:" + "".join(f"\n- {one}" for one in each) + "\n" for each in lists]
-    taught_writer(folder / "generator", lines, steps=60)
+    taught_writer(folder / "generator", LISTS, steps=60)
     texts = write_rows(folder / "texts.jsonl", [{"text": text} for text in TEXTS])
     return Animals(base, tuned, target, folder / "generator", texts)
 

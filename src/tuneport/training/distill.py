@@ -355,7 +355,7 @@ def _lessons(samples: DatasetSamples, own: int, extra: Extra | None) -> tuple[Da
         held_out, more = divide(more)
     else:
         held_out, kept = divide(kept, HELD_OUT if len(kept) >= FEW else HELD_OUT_OF_FEW)
-    times = max(1, round(len(more) / ((OWN - 1) * max(len(kept), 1))))
+    times = max(1, math.ceil(len(more) / ((OWN - 1) * max(len(kept), 1))))
     return held_out, replace(samples, indices=np.concatenate([np.tile(kept.indices, times), more.indices])), len(more)
 
 

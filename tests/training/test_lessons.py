@@ -1,0 +1,155 @@
+"""What is taught beside own samples, what judges, and how cached texts are put together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from builders.lessons import ANSWERS, PROMPTS, SOUNDS, Animals
+from builders.texts import LARGE, SENTENCES, SMALL, gpt_tokenizer, make, t5_tokenizer, write
+from tuneport.config import DistillConfig
+from tuneport.data.dataset import Dataset
+from tuneport.measure.samples import DatasetSamples
+from tuneport.models.base import Model
+from tuneport.models.open import open_model
+from tuneport.pipeline.distill import samples_of
+from tuneport.task_vectors.vector import TaskVector
+from tuneport.training.augment import Reader, _encode
+from tuneport.training.distill import OWN, Extra, _lessons, distill
+from tuneport.training.matching import matching_of, unlabelled
+from tuneport.training.state import StateFile
+from tuneport.training.student import student_of
+from tuneport.types import Sides
+
+TAUGHT = Dataset(list(PROMPTS), None, (), targets=list(ANSWERS), answers="teacher")
+
+
+@pytest.fixture(scope="module")
+def models(animals: Animals) -> Sides[Model]:
+    return Sides(open_model(animals.tuned), open_model(animals.target))
+
+
+def own(models: Sides[Model], count: int) -> DatasetSamples:
+    return samples_of(models, TAUGHT.subset(np.arange(count)), None)
+
+
+def extra(count: int, **more: Any) -> Extra:
+    return Extra(TAUGHT.subset(np.arange(len(TAUGHT) - count, len(TAUGHT))), **more)
+
+
+class TestExtra:
+    @pytest.mark.parametrize("like_own", [False, True])
+    @pytest.mark.parametrize(("count", "more"), [(8, 12), (12, 100), (20, 500), (49, 60), (50, 60), (300, 40)])
+    def test_own_samples_are_at_least_an_eighth(self, models: Any, count: int, more: int, like_own: bool) -> None:
+        data = Dataset(["a"] * (count + more), None, ())
+        samples = samples_of(models, data, None)
+        wanted = Extra(Dataset(["a"] * more, None, ()), like_own)
+        held_out, taught, others = _lessons(samples, count, wanted)
+        mine = taught.indices < count
+        assert mine.mean() >= 1 / OWN
+        assert others == len(set(taught.indices[~mine].tolist()))
+        assert not set(held_out.indices.tolist()) & set(taught.indices.tolist())
+        assert set(held_out.indices.tolist()) | set(taught.indices.tolist()) == set(range(count + more))
+        written_judge = like_own and count < 50
+        assert ((held_out.indices < count) != written_judge).all()
+
+    @pytest.mark.usefixtures("few_passages")
+    def test_few_own_samples_are_all_taught_beside_others_like_them(self, models: Sides[Model]) -> None:
+        student = student_of(models.target, TaskVector({}), None, 0).module
+        config = DistillConfig.of(steps=1)
+        found = distill(own(models, 10), student, config, extra=extra(40, like_own=True))
+        assert (found.samples, found.extra, found.held_out) == (10, 36, 4)
+        found = distill(own(models, 10), student, config, extra=extra(40))
+        assert (found.samples, found.extra, found.held_out) == (8, 40, 2)
+
+    @pytest.mark.usefixtures("few_passages")
+    def test_samples_that_judge_are_not_taught(self, models: Sides[Model], tmp_path: Path) -> None:
+        """Another text among the last own samples leaves the trained weights as they are, one before them does not."""
+
+        def trained(place: int | None) -> dict[str, Tensor]:
+            inputs = list(PROMPTS[:10])
+            if place is not None:
+                inputs[place] = PROMPTS[40]
+            data = replace(TAUGHT.subset(np.arange(10)), inputs=inputs)
+            student = student_of(models.target, TaskVector({}), None, 0).module
+            file = tmp_path / f"{place}.safetensors"
+            saved = StateFile(file, "same", 0)
+            config = DistillConfig.of(steps=3)
+            distill(samples_of(models, data, None), student, config, extra=extra(12), saved=saved)
+            return {name: tensor for name, tensor in load_file(file).items() if name.startswith("now.")}
+
+        plain, judging, taught = trained(None), trained(9), trained(0)
+        assert all(torch.equal(plain[name], judging[name]) for name in plain)
+        assert not all(torch.equal(plain[name], taught[name]) for name in plain)
+
+
+class TestCached:
+    """Texts are encoded once and padded as a batch needs it: the losses are those of texts that are encoded afresh."""
+
+    ROWS = np.array([5, 0, 3])
+
+    @pytest.fixture(params=["gpt2", "llama", "t5"])
+    def pair(self, request: pytest.FixtureRequest, tmp_path: Path) -> Sides[Model]:
+        words = t5_tokenizer() if request.param == "t5" else gpt_tokenizer()
+        folders = [
+            write(tmp_path / str(size.seed), make(request.param, size, vocab_size=len(words)), words)
+            for size in (SMALL, LARGE)
+        ]
+        return Sides(*map(open_model, folders))
+
+    @pytest.mark.parametrize("choices", [False, True])
+    def test_losses_are_the_same(self, pair: Sides[Model], choices: bool) -> None:
+        starts, ends = ([text[:cut] for text in SENTENCES[:6]] for cut in (12, 25))
+        ends = [end[12 : 14 + 2 * place] for place, end in enumerate(ends)]
+        data = Dataset(starts, None, (), targets=ends, answers="teacher")
+        if choices:
+            each = [[end, "the sea", "nobody at all"][: 2 + place % 2] for place, end in enumerate(ends)]
+            data = Dataset(starts, np.zeros(6, dtype=np.int64), (), choices=each)
+        samples = unlabelled(samples_of(pair, data, None))
+        matching = matching_of(samples)
+        cached = Reader(samples, 1, 0).plain(self.ROWS)
+        fresh = _encode(samples.take(self.ROWS))
+        for model, one, two in zip(pair, cached, fresh, strict=True):
+            mask = one.inputs["attention_mask"].bool()
+            assert one.counts == (two.counts or (1,) * len(self.ROWS))
+            assert torch.equal(mask, two.inputs["attention_mask"].bool()[:, : mask.shape[1]])
+            width = mask.shape[1]
+            assert torch.equal(one.inputs["input_ids"][mask], two.inputs["input_ids"][:, :width][mask]), model.name
+            assert one.labels is not None
+            assert two.labels is not None
+            assert one.labels[one.labels != -100].tolist() == two.labels[two.labels != -100].tolist()
+        with torch.no_grad():
+            answers = [
+                [ask(model.module, side) for ask, model, side in zip(matching.ask, pair, sides, strict=True)]
+                for sides in (cached, fresh)
+            ]
+            losses = [float(matching.loss(*each)) for each in answers]
+        # float32 sums of some ten tokens; padding, which adds zeros, changes their order at most
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_loss_of_texts_is_that_of_transformers(models: Sides[Model]) -> None:
+    """The mean over all tokens of the answers and their ends, in one batch of several lengths."""
+    samples = own(models, 5)
+    matching = matching_of(samples)
+    assert matching.name == "texts"
+    module, tokenizer = models.target.module, models.target.reader.tokenizer  # type: ignore[union-attr]
+    total, count = 0.0, 0
+    for prompt, answer in zip(PROMPTS[:5], ANSWERS[:5], strict=True):
+        start = tokenizer(prompt)["input_ids"]
+        end = [*tokenizer(f" {answer}")["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            loss = module(torch.tensor([start + end]), labels=torch.tensor([[-100] * len(start) + end])).loss
+        total, count = total + float(loss) * len(end), count + len(end)
+    with torch.no_grad():
+        found = matching.ask.target(module, _encode(samples).target)
+    # float32 logits, summed in another order
+    assert float(matching.loss(None, found)) == pytest.approx(total / count, rel=1e-5)
+    assert len(set(map(len, SOUNDS.values()))) > 1
