@@ -6,15 +6,18 @@ The heavy libraries are imported in the fixtures: the process that starts the te
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from builders.commands import Run
     from builders.folders import Zoo
     from builders.lessons import Animals
+    from builders.processes import Done
 
 settings.register_profile("tuneport", deadline=None)  # a busy machine is no error
 settings.load_profile("tuneport")
@@ -65,6 +68,23 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     from builders.folders import Zoo
 
     return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call the program's entry point in this process."""
+    from builders.processes import Done
+    from tuneport import cli
+
+    def call(*arguments: Any) -> Done:
+        monkeypatch.setattr(sys, "argv", ["tuneport", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        out, err = capsys.readouterr()
+        return Done(int(left.value.code or 0), out, err)
+
+    return call
 
 
 @pytest.fixture

@@ -40,3 +40,11 @@ def test_names_are_imported_from_their_own_module() -> None:
             wrong += [f"{path.relative_to(SOURCE)} imports {name} from {home.name}" for name in misplaced]
     assert seen
     assert not wrong
+
+
+def test_the_second_opinion_shares_no_code() -> None:
+    tree = ast.parse((ROOT / "tests" / "builders" / "plain.py").read_text(encoding="utf-8"))
+    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module or "." for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert "transformers" in found
+    assert not [name for name in found if name.split(".")[0] in ("tuneport", "builders", "")]

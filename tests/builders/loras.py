@@ -126,6 +126,14 @@ def saved(model: Any, folder: Path) -> Path:
     return folder
 
 
+def written(model: Any, folder: Path, as_: str, tokenizer: Any) -> Path:
+    """An adapted model as an adapter, or merged as a model."""
+    if as_ == "adapter":
+        return saved(model, folder)
+    tokenizer.save_pretrained(folder)
+    return saved(copy.deepcopy(model).merge_and_unload(), folder)
+
+
 def merged_change(model: Any, base: nn.Module) -> dict[str, Tensor]:
     """Every parameter of the model that peft merges, minus the base."""
     merged = dict(copy.deepcopy(model).merge_and_unload().named_parameters())

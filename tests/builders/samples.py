@@ -46,6 +46,11 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def halves(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """A JSONL file whose first half is the training split and whose second half is the test split."""
+    return jsonl(path, [{**row, "split": "train" if 2 * at < len(rows) else "test"} for at, row in enumerate(rows)])
+
+
 def empty_dataset(name: str, classes: Sequence[str]) -> Dataset:
     """A data set without samples, for what only asks for its classes."""
     return Dataset((), None, tuple(classes), name)
