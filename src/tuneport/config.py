@@ -547,6 +547,11 @@ class PlanConfig(MeasureConfig):
 
 
 ROUTES = ("copy", "port", "distill", "synthetic")  # cheap to dear
+NOTHING = (
+    "there are no samples, and nothing says what to write. Pass `data` with ten samples or more (no labels), or "
+    "`describe`, one sentence about the samples, with `template` if the model reads them in a fixed form. A model that "
+    "writes passages of its own needs neither: pass synthetic alone as `routes`."
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -576,6 +581,7 @@ class UpgradeConfig(Config):
     columns: Mapping[str, str] | None = NAMED()
     max_length: int | None = MAX_LENGTH()
     head: str | None = HEAD()
+    classes: tuple[str, ...] | None = CLASSES()
     exclude: Sequence[str] = EXCLUDE()
     device: str = DEVICE()
     dtype: str = DTYPE()
@@ -595,6 +601,11 @@ class UpgradeConfig(Config):
         check_written(self)
         if self.as_ == "task-vector" and {"distill", "synthetic"} & set(self.routes):
             raise OptionError('a distilled model is no task vector of a port: pass `as_="model"` or "adapter".')
+
+    def check_known(self, data: object) -> None:
+        """Refuse an upgrade for which there are no samples, and nothing to write them from."""
+        if data is None and not self.describe and self.routes != ("synthetic",):
+            raise OptionError(NOTHING)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

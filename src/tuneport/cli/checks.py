@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..config import Config, Declared
+from ..config import Config, Declared, UpgradeConfig
 from ..data.draws import count_drawn
 from ..data.formats import check_start, suffixes
 from ..data.tasks import get_task, read_data
@@ -63,7 +63,8 @@ def check_command(inputs: Declared | None, config: Config) -> None:
         return
     if "out" in given:
         _check_out(given, config)
-    if wrong := [*_wrong_models(given, config), *_missing_data(given)]:
+    extra = {"data": getattr(config, "extra", None)}
+    if wrong := [*_wrong_models(given, config), *_missing_data(given), *_missing_data(extra)]:
         kinds, texts = {kind for kind, _ in wrong}, list(dict.fromkeys(text for _, text in wrong))
         tail = f" Give {ACCEPTED}."
         said = " ".join(text.removesuffix(tail) for text in texts)
@@ -94,6 +95,8 @@ def _check_names(given: dict[str, Any], config: Config) -> None:
         wrong.append(f"the method {method} needs calibration data: pass `data`.")
     if config.command == "evaluate" and (given["data"] is None) == (given["ask"] is None):
         wrong.append("pass `data` to score models, or `ask` with a prompt that they answer: one of them.")
+    if isinstance(config, UpgradeConfig):
+        config.check_known(given["data"])
     if config.command == "plan" and not given["finetuned"] and not getattr(config, "shapes_only", False):
         wrong.append("`finetuned` is needed; only `shapes_only` does without it.")
     if wrong:
@@ -125,6 +128,9 @@ def _wrong_models(given: dict[str, Any], config: Config) -> Iterator[tuple[type[
         words = _wrong_model(place) if whole else _wrong_finetune(place, name)
         if words:
             yield CheckpointError, words
+    generator = getattr(config, "generator", None)
+    if generator is not None and (words := _wrong_model(generator)):
+        yield CheckpointError, words
 
 
 def _wrong_model(place: str) -> str:

@@ -6,6 +6,7 @@ turn at all, and its answers are the first lines.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..types import Progress
 from .language import likelihood
 
 MOST_TOKENS = 256  # of an answer
+FIRST = 32  # prompts whose answers show how long answers are
 WRITTEN = 0.5  # the least share of answers that end
 
 
@@ -77,10 +79,20 @@ def written_answers(teacher: Model, data: Dataset, progress: Progress | None = N
         assert predicted is not None
         return [each[place] for each, place in zip(candidates_of(data), predicted.tolist(), strict=True)]
     prompts = [prompt_of(sample) if isinstance(sample, list) else _joined(sample) for sample in data.inputs]
-    found = generate_texts(teacher, prompts, Sampling(MOST_TOKENS, temperature=0.0), advance=progress)
+    found = generate_texts(teacher, prompts[:FIRST], Sampling(MOST_TOKENS, temperature=0.0), advance=progress)
+    most = _longest(teacher, [one.text for one in found if one.finished])
+    found += generate_texts(teacher, prompts[FIRST:], Sampling(most, temperature=0.0), advance=progress)
     lines = np.mean([one.finished for one in found]) < WRITTEN
     texts = [one.text.strip().partition("\n")[0] if lines else one.text if one.finished else "" for one in found]
     return [text.strip() for text in texts]
+
+
+def _longest(teacher: Model, answers: Sequence[str]) -> int:
+    """The most tokens that further answers may have: four times those of the longest so far."""
+    if not answers or teacher.reader is None:
+        return MOST_TOKENS
+    longest = max(len(teacher.reader.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in answers)
+    return min(4 * (longest + 2), MOST_TOKENS)
 
 
 def _joined(text: str | tuple[str, str]) -> str:

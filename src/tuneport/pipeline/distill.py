@@ -51,11 +51,6 @@ from .result import Result
 from .run import finished, state_file
 
 Rows = NDArray[np.int64]
-NOTHING = (
-    "there are no samples, and nothing says what to write. Pass `data` with ten samples or more (no labels), or "
-    '`describe="..."`, one sentence about the samples, with `template` if the model reads them in a fixed form; a '
-    'model that writes passages of its own needs neither: `routes=("synthetic",)`.'
-)
 
 
 @dataclass(frozen=True, eq=False)

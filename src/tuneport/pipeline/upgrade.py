@@ -45,7 +45,6 @@ from ..training.neutral import TOLERANCE, Neutral
 from ..training.state import StateFile
 from ..types import Events, Sides
 from .distill import (
-    NOTHING,
     Lessons,
     OldModel,
     about_upgrade,
@@ -182,8 +181,7 @@ def _upgrade(
     source: Any, tuned: Any, target: Any, data: Any, config: UpgradeConfig, events: Events, out: Path | None = None
 ) -> Upgrade:
     started = time.perf_counter()
-    if data is None and not config.describe and config.routes != ("synthetic",):
-        raise OptionError(NOTHING)
+    config.check_known(data)
     own, indices = (None, None) if data is None else _own_samples(data, config)
     asked = _transfer_config(config)
     models = open_models(source, target, asked)
@@ -254,7 +252,17 @@ def _own_samples(data: Any, config: UpgradeConfig) -> tuple[Dataset, NDArray[np.
 
 def _transfer_config(config: UpgradeConfig, target: Model | None = None) -> TransferConfig:
     """The options of the transfer that the routes are made of; a language model is written as an adapter."""
-    shared = ("columns", "max_length", "head", "exclude", "device", "dtype", "batch_size", "trust_remote_code")
+    shared = (
+        "columns",
+        "max_length",
+        "head",
+        "classes",
+        "exclude",
+        "device",
+        "dtype",
+        "batch_size",
+        "trust_remote_code",
+    )
     given = {name: getattr(config, name) for name in (*shared, "seed", "accept_unlikely", "save_every", "overwrite")}
     writes = target is not None and target.generates is not None
     as_ = config.as_ or ("adapter" if writes else "model")
