@@ -18,7 +18,7 @@ from builders.writers import taught_writer
 
 TEMPLATE = "Animal: {text}\nSound:"
 SOUNDS = {"cat": "meow", "dog": "woof", "cow": "moo", "hen": "cluck", "pig": "oink"}
-KINDS = ("a", "the", "one", "my", "his", "her", "our", "big", "old", "red", "sad", "shy")
+KINDS = ("small", "tall", "stone", "long", "fresh", "great", "quiet", "dark", "cold", "blue", "clever", "honest")
 TEXTS = tuple(f"{kind} {animal}" for kind in KINDS for animal in SOUNDS)
 PROMPTS = tuple(TEMPLATE.replace("{text}", text) for text in TEXTS)
 ANSWERS = tuple(SOUNDS[text.split()[1]] for text in TEXTS)
@@ -81,8 +81,8 @@ def _order(count: int, turn: int) -> list[int]:
     return found
 
 
-def writes(folder: Path, prompt: str, adapter: Path | None = None) -> tuple[str, bool]:
-    """What plain transformers writes after a prompt, and whether it ends by itself."""
+def writes(folder: Path, *prompts: str, adapter: Path | None = None) -> list[tuple[str, bool]]:
+    """What plain transformers (and peft) write after prompts, and whether each text ends by itself."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     module, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
@@ -90,10 +90,11 @@ def writes(folder: Path, prompt: str, adapter: Path | None = None) -> tuple[str,
         from peft import PeftModel
 
         module = PeftModel.from_pretrained(module, adapter)
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    end = tokenizer.eos_token_id
-    new = module.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False,
-        eos_token_id=end, pad_token_id=end,
-    )[0, ids.shape[1] :]  # fmt: skip
-    return tokenizer.decode(new, skip_special_tokens=True).strip(), int(new[-1]) == end
+    end, found = tokenizer.eos_token_id, []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        ends = {"eos_token_id": end, "pad_token_id": end}
+        new = module.generate(**given, **ends, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        found.append((tokenizer.decode(new, skip_special_tokens=True).strip(), int(new[-1]) == end))
+    return found

@@ -139,10 +139,11 @@ def read_extra(old: OldModel, own: Dataset, config: DistillConfig | UpgradeConfi
 
 
 def with_answers_of_data(own: Dataset, taught: Dataset, rows: Rows) -> Dataset:
-    """The samples that the old model has answered, and those with the answers of the data."""
+    """The samples that the old model has answered, each before the same with the answer of the data."""
     if is_choice(own) or own.answers == "none" or is_passages(own):
         raise DataError(f'{own} has no written answers: `labels="data"` goes with chats, or prompts with a target.')
-    return joined(taught, replace(own.subset(rows), answers="teacher"))
+    both = joined(taught, replace(own.subset(rows), answers="teacher"))
+    return both.subset(np.arange(len(both)).reshape(2, -1).T.ravel())
 
 
 def write(

@@ -69,6 +69,10 @@ RANK = 16  # of a LoRA
 AGREES = 0.9  # a route whose agreement is above this, with certainty, ends the search
 EXACT = 5.0  # percent of written answers that the old model has right, from which on they are counted
 SHOWN = 50  # disagreements that are written
+NEXT = (
+    "Measure it on a test split before you use it; disagreements.jsonl has held-out samples that the old and the new "
+    "model answer otherwise."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,9 +172,11 @@ def upgrade_to_folder(inputs: TransferInputs, config: UpgradeConfig, events: Eve
         found = _upgrade(inputs.source, tuned, inputs.target, inputs.data, config, events, out)
         about = {"routes": [row.row() for row in found.routes], "chosen": found.chosen, "decision": found.decision}
         if found.result is None:
+            Work(out, {}).remove()
             return {**about, "out": None}
         events.step("writing")
-        result = replace(found.result, record={**found.result.record, **about, "headline": found.decision})
+        said = {"headline": found.decision, "recommendation": NEXT}
+        result = replace(found.result, record={**found.result.record, **about, **said})
         lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in found.disagreements)
         written = result.write(out, texts={"disagreements.jsonl": lines}, overwrite=config.overwrite)
         Work(out, {}).remove()
@@ -239,7 +245,8 @@ def _upgrade(
     chosen = judge.choose(rows)
     decision = judge.decide(rows, chosen)
     result = None if chosen is None else made[chosen]
-    return Upgrade(tuple(rows), chosen, decision, result, judge.disagreements(rows, chosen))
+    stored = not lessons.few or config.keep_texts  # what was written is stored only if that is asked for
+    return Upgrade(tuple(rows), chosen, decision, result, judge.disagreements(rows, chosen) if stored else ())
 
 
 def _own_samples(data: Any, config: UpgradeConfig) -> tuple[Dataset, NDArray[np.int64]]:

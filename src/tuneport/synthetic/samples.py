@@ -150,9 +150,10 @@ class WrittenSamples:
     generator: str
 
     def record(self) -> dict[str, Any]:
-        """Counts and shares, without a text."""
+        """Counts, and the share of each answer to choose from, without a text that was written."""
         about = {"longest_run": self.overlap.longest_run, "test_overlap": self.overlap.shared}
-        return {"generator": self.generator, **self.collected.record(), **about}
+        free: dict[str, Any] = {"shares": {}} if self.data.answers == "teacher" else {}
+        return {"generator": self.generator, **self.collected.record(), **about, **free}
 
 
 def write_samples(
@@ -209,7 +210,9 @@ def write_samples(
         probed = _features(teacher.model, seeds)
         judges.append(Probe(probed, lambda texts: _features(teacher.model, texts), seed=task.seed))
     longest = max(map(len, seeds), default=0)
-    most = PASSAGE_TOKENS if passages else min(max(TEXT_TOKENS, 2 * longest // LETTERS), MOST_TEXT_TOKENS)
+    most = min(max(TEXT_TOKENS, 2 * longest // LETTERS), MOST_TEXT_TOKENS)
+    if passages:  # they need not end, and are no longer than the own ones
+        most = min(longest // LETTERS, PASSAGE_TOKENS) or PASSAGE_TOKENS
     goal = Goal(task.count, max_new_tokens=most, seed=task.seed)
     events.plan(task.count)
     found = collect(
@@ -274,8 +277,11 @@ def _features(model: Model, texts: Sequence[str]) -> NDArray[np.floating]:
     rows: list[NDArray[np.floating]] = []
 
     def take(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        mask = batch["attention_mask"][..., None].to(inputs[0])
-        rows.append(((inputs[0] * mask).sum(1) / mask.sum(1)).double().cpu().numpy())
+        states = inputs[0]
+        if states.ndim == 3:  # the head of a classifier reads one state of each text
+            mask = batch["attention_mask"][..., None].to(states)
+            states = (states * mask).sum(1) / mask.sum(1)
+        rows.append(states.double().cpu().numpy())
 
     handle = owner.register_forward_pre_hook(take)
     try:
