@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from ..config import DistillConfig, MeasureConfig, TransferConfig, TransferInputs, UpgradeConfig
 from ..data.dataset import Dataset, joined
-from ..data.draws import DEFAULT_SAMPLES
 from ..data.samplers import select
 from ..errors import DataError, MethodError, OptionError, PairingError, TuneportError
 from ..io.output import claimed
@@ -65,6 +64,7 @@ from .transfer import Setup, prepare, run
 MOST_SAMPLES = 2000  # own samples that are used unless more are asked for
 HELD_OUT, MOST_HELD_OUT, FEWEST = 0.25, 400, 16  # share of the samples that judges, at most, and of all at least
 FEW = 64  # fewer own samples are all taught if written ones can judge
+PORTED = 200  # samples at most that a port is measured on
 RANK = 16  # of a LoRA
 AGREES = 0.9  # a route whose agreement is above this, with certainty, ends the search
 EXACT = 5.0  # percent of written answers that the old model has right, from which on they are counted
@@ -204,8 +204,7 @@ def _upgrade(
             work.remove()
     lessons = _Lessons(old, own, config, work, events)
     events.step("asking the old model")
-    most = DEFAULT_SAMPLES if old.writes else len(lessons.own)
-    calibrating = lessons.own.subset(np.arange(min(len(lessons.own), most)))
+    calibrating = lessons.own.subset(np.arange(min(len(lessons.own), PORTED)))
     asked, setup, unpaired, heads = replace(asked, samples=len(calibrating)), None, "", None
     try:
         setup = prepare(models.source, tuned, models.target, calibrating, asked)
