@@ -49,6 +49,7 @@ def mean(values: Iterable[float]) -> float:
     return statistics.mean(values)
 
 
+SKILL_ARMS = (("target", None), ("few-shot", 100), ("distill", 100), ("distill", 2000), ("synthetic", 100))
 ZOO_ROWS = [*((name, "1") for name in METHODS), ("theseus", "auto"), ("bico", "auto")]
 
 
@@ -195,7 +196,28 @@ def language_table() -> list[str]:
     return language_tables.summary(*(rows_in(RESULTS / f"language-models{part}.jsonl") for part in ("-trial", "")))
 
 
+def skill_table() -> list[str]:
+    """Arms of upgrades on language models, those that have rows: mean and spread over the draws."""
+    rows = rows_in(RESULTS / "skill.jsonl")
+    lines = ["| task | pair | arm | accuracy, % | neutral text, % | draws |", "|---|---|---|---|---|---|"]
+    for task, pair in dict.fromkeys((row["task"], row["pair"]) for row in rows):
+        for arm, count in SKILL_ARMS:
+            wanted = {"task": task, "pair": pair, "arm": arm, "n": count}
+            found = [row for row in rows if wanted.items() <= row.items() and "accuracy" in row.get("scores", {})]
+            if not found:
+                continue
+            scores = [row["scores"]["accuracy"] for row in found]
+            spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
+            neutral = statistics.mean(100 * (row["neutral"] / row["neutral_base"] - 1) for row in found)
+            words = f"{arm}, N = {count}" if count else arm
+            name = pair.replace(">", " to ")
+            cells = f"{statistics.mean(scores):.1f}{spread} | {neutral:+.1f}"
+            lines.append(f"| {task} | {name} | {words} | {cells} | {len(found)} |")
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "skill": skill_table,
     "readme": readme.table,
     "zoo": zoo_table,
     "distill": distill_table,
