@@ -207,12 +207,12 @@ class TestResume:
         """So few samples that written ones judge, and too few for a probe."""
         return write_rows(tmp_path_factory.mktemp("own") / "own.jsonl", [{"text": text} for text in TEXTS[:9]])
 
-    def config(self, animals: Animals, **more: Any) -> UpgradeConfig:
+    def config(self, server: Server, **more: Any) -> UpgradeConfig:
         given = {"template": TEMPLATE, "steps": 4, "synthetic": 12, "routes": ("distill", "synthetic")}
-        return UpgradeConfig.of(**given, generator=str(animals.generator), save_every=0, **more)
+        return UpgradeConfig.of(**given, generator_url=server.url, save_every=0, **more)
 
-    def test_killed_at_several_moments(self, animals: Animals, own: Path, place: Path) -> None:
-        config = self.config(animals)
+    def test_killed_at_several_moments(self, animals: Animals, own: Path, place: Path, server: Server) -> None:
+        config = self.config(server)
         moments: list[int] = []
         record = upgrade_to_folder(
             self.inputs(animals, own, place / "whole"), config, Listener(progress=moments.append)
@@ -233,7 +233,7 @@ class TestResume:
             with pytest.raises(KillError):
                 upgrade_to_folder(self.inputs(animals, own, out), config, Listener(progress=stop))
             assert not out.exists()
-            again = upgrade_to_folder(self.inputs(animals, own, out), self.config(animals, resume=True))
+            again = upgrade_to_folder(self.inputs(animals, own, out), self.config(server, resume=True))
             assert again["chosen"] == record["chosen"]
             assert (out / name).read_bytes() == whole
         assert not list(place.glob(".*tuneport-work"))
