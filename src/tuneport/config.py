@@ -555,7 +555,37 @@ NOTHING = (
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class UpgradeConfig(Config):
+class LessonsConfig(Config):
+    """Options of what an old model teaches: whose answers, and which samples beside the own ones."""
+
+    synthetic: int | None = option(None, help="Samples to write beside own ones.", group=WRITTEN, least=8, metavar="N")
+    describe: str | None = DESCRIBE()
+    generator: str | None = GENERATOR()
+    generator_url: str | None = GENERATOR_URL()
+    keep_texts: bool = KEEP_TEXTS()
+    extra: str | None = EXTRA()
+    template: str | None = TEMPLATE()
+    labels: Literal["teacher", "data"] = ANSWERS()
+    seed: int = SEED()
+    columns: Mapping[str, str] | None = NAMED()
+    max_length: int | None = MAX_LENGTH()
+    head: str | None = HEAD()
+    device: str = DEVICE()
+    dtype: str = DTYPE()
+    resume: bool = RESUME()
+    save_every: float = SAVE_EVERY()
+    trust_remote_code: bool = REMOTE_CODE()
+
+    def check(self) -> None:
+        super().check()
+        if self.generator is not None and self.generator_url is not None:
+            raise OptionError("`generator` and `generator_url` both say who writes samples: pass one of them.")
+        if self.template is not None and "{text}" not in self.template:
+            raise OptionError(f"`template` is {self.template!r:.80}; expected {{text}} in it, where a text stands.")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class UpgradeConfig(LessonsConfig):
     """Options of an upgrade."""
 
     command: ClassVar[str] = "upgrade"
@@ -569,26 +599,10 @@ class UpgradeConfig(Config):
     rank: int | None = option(None, help="Rank of a LoRA (default: 16).", least=1)
     steps: int | None = option(None, help="Steps of distillation (default: by the samples).", least=1)
     overwrite: bool = OVERWRITE()
-    synthetic: int = option(2000, help="Samples to write.", group=WRITTEN, least=8, metavar="N")
-    describe: str | None = DESCRIBE()
-    generator: str | None = GENERATOR()
-    generator_url: str | None = GENERATOR_URL()
-    keep_texts: bool = KEEP_TEXTS()
-    extra: str | None = EXTRA()
-    template: str | None = TEMPLATE()
-    labels: Literal["teacher", "data"] = ANSWERS()
-    seed: int = SEED()
-    columns: Mapping[str, str] | None = NAMED()
-    max_length: int | None = MAX_LENGTH()
-    head: str | None = HEAD()
+    synthetic: int | None = option(2000, help="Samples to write.", group=WRITTEN, least=8, metavar="N")
     classes: tuple[str, ...] | None = CLASSES()
     exclude: Sequence[str] = EXCLUDE()
-    device: str = DEVICE()
-    dtype: str = DTYPE()
     batch_size: int = option(32, help="Samples per pass through the models.", group=MACHINE, least=1)
-    resume: bool = RESUME()
-    save_every: float = SAVE_EVERY()
-    trust_remote_code: bool = REMOTE_CODE()
     accept_unlikely: bool = option(
         False, help="Continue if the fine-tune does not seem to match.", group=MACHINE, listed=False
     )
@@ -598,7 +612,6 @@ class UpgradeConfig(Config):
         for name in self.routes:
             if name not in ROUTES:
                 raise OptionError(unknown_name("route", name, ROUTES))
-        check_written(self)
         if self.as_ == "task-vector" and {"distill", "synthetic"} & set(self.routes):
             raise OptionError('a distilled model is no task vector of a port: pass `as_="model"` or "adapter".')
 
@@ -620,7 +633,7 @@ class DistillInputs(Declared):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class DistillConfig(Config):
+class DistillConfig(LessonsConfig):
     """Options of a distillation."""
 
     command: ClassVar[str] = "distill"
@@ -631,30 +644,12 @@ class DistillConfig(Config):
     learning_rate: float | None = option(None, help="Highest rate (default: by the student's width).")
     batch_size: int | None = option(None, help="Samples of an update.", least=2)
     overwrite: bool = OVERWRITE()
-    synthetic: int | None = option(None, help="Samples to write beside own ones.", group=WRITTEN, least=8, metavar="N")
-    describe: str | None = DESCRIBE()
-    generator: str | None = GENERATOR()
-    generator_url: str | None = GENERATOR_URL()
-    keep_texts: bool = KEEP_TEXTS()
-    extra: str | None = EXTRA()
-    template: str | None = TEMPLATE()
-    labels: Literal["teacher", "data"] = ANSWERS()
     sampler: str = SAMPLER()
-    seed: int = SEED()
-    columns: Mapping[str, str] | None = NAMED()
-    max_length: int | None = MAX_LENGTH()
-    head: str | None = HEAD()
-    device: str = DEVICE()
-    dtype: str = DTYPE()
-    resume: bool = RESUME()
-    save_every: float = SAVE_EVERY()
-    trust_remote_code: bool = REMOTE_CODE()
 
     def check(self) -> None:
         super().check()
         if self.learning_rate is not None and not 0 < self.learning_rate < 1e37:  # beyond, an update is no float32
             raise OptionError(f"`learning_rate` must be a number above 0 and below 1e37, got {self.learning_rate}.")
-        check_written(self)
         if self.synthetic is None and (self.describe or self.generator or self.generator_url or self.keep_texts):
             raise OptionError("`describe`, `generator`, `generator_url` and `keep_texts` go with `synthetic`.")
 
@@ -793,14 +788,6 @@ class DemoConfig(Config):
 
     seed: int = SEED(group=USUAL)
     overwrite: bool = OVERWRITE()
-
-
-def check_written(config: UpgradeConfig | DistillConfig) -> None:
-    """Refuse options of written samples that do not go together."""
-    if config.generator is not None and config.generator_url is not None:
-        raise OptionError("`generator` and `generator_url` both say who writes samples: pass one of them.")
-    if config.template is not None and "{text}" not in config.template:
-        raise OptionError(f"`template` is {config.template!r:.80}; expected {{text}} in it, where a text stands.")
 
 
 def check_adapter_options(config: TransferConfig | MergeConfig) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import DistillConfig, DistillInputs, TransferConfig, UpgradeConfig
+from ..config import DistillConfig, DistillInputs, LessonsConfig, TransferConfig, UpgradeConfig
 from ..data.choices import candidates_of
 from ..data.dataset import Dataset, as_prompts, joined
 from ..data.samplers import select
@@ -114,13 +114,13 @@ class Lessons:
         return {"texts.jsonl": "".join(lines)} if keep and self.texts else {}
 
 
-def read_own(data: str | Path | Dataset, config: DistillConfig | UpgradeConfig) -> Dataset:
+def read_own(data: str | Path | Dataset, config: LessonsConfig) -> Dataset:
     """Own samples, from the training split."""
     read = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False, columns=config.columns)
     return read if config.template is None else as_prompts(read, config.template)
 
 
-def read_extra(old: OldModel, own: Dataset, config: DistillConfig | UpgradeConfig, events: Events) -> Dataset | None:
+def read_extra(old: OldModel, own: Dataset, config: LessonsConfig, events: Events) -> Dataset | None:
     """The samples of `extra`, in the form of the own ones and with the old model's answers."""
     if config.extra is None:
         return None
@@ -147,7 +147,7 @@ def with_answers_of_data(own: Dataset, taught: Dataset, rows: Rows) -> Dataset:
 
 
 def write(
-    old: OldModel, own: Dataset | None, config: DistillConfig | UpgradeConfig, work: Work | None, events: Events
+    old: OldModel, own: Dataset | None, config: LessonsConfig, work: Work | None, events: Events
 ) -> WrittenSamples:
     """Let a generator write samples and the old model answer them."""
     task = Task(own, config.describe or "", config.template, config.synthetic or 0, config.seed)
@@ -160,7 +160,7 @@ def write(
     return write_samples(old.teacher(), generator, task, state=state, events=events)
 
 
-def _generator(old: OldModel, config: DistillConfig | UpgradeConfig, task: Task) -> Generator:
+def _generator(old: OldModel, config: LessonsConfig, task: Task) -> Generator:
     """What writes: as asked for, or the better of target and source."""
     if config.generator_url is not None:
         return ServerGenerator(config.generator_url)
@@ -321,7 +321,7 @@ def about_upgrade(
     }
 
 
-def deciding(about: Mapping[str, Any], config: DistillConfig | UpgradeConfig) -> dict[str, Any]:
+def deciding(about: Mapping[str, Any], config: LessonsConfig) -> dict[str, Any]:
     """What decides a result, as JSON values: inputs without their paths, and options that are no mere control."""
     control = {item.name for item, option in config.options() if option.control}
     options = {name: value for name, value in about["options"].items() if name not in control}
@@ -335,7 +335,7 @@ def _without_paths(value: Any) -> Any:
     return [_without_paths(item) for item in value] if isinstance(value, list) else value
 
 
-def _others(config: DistillConfig | UpgradeConfig) -> dict[str, Any]:
+def _others(config: LessonsConfig) -> dict[str, Any]:
     """The identities of extra samples and of a generator, for the record."""
     found: dict[str, Any] = {}
     if config.extra is not None:
@@ -351,7 +351,7 @@ def _others(config: DistillConfig | UpgradeConfig) -> dict[str, Any]:
 def lessons_of(
     old: OldModel,
     own: Dataset | None,
-    config: DistillConfig | UpgradeConfig,
+    config: LessonsConfig,
     *,
     written: bool,
     work: Work | None = None,
@@ -376,7 +376,7 @@ def lessons_of(
     return Lessons(taught, None if found is None else Extra(found.data, like_own=True), about, texts)
 
 
-def licences(old: OldModel, config: DistillConfig | UpgradeConfig) -> dict[str, str | None]:
+def licences(old: OldModel, config: LessonsConfig) -> dict[str, str | None]:
     """Of the models whose words are in the written samples."""
     models = {"source": old.models.source, "target": old.models.target}
     known = {name: identity_of(model).get("license") for name, model in models.items()}
