@@ -193,7 +193,8 @@ def classifiers_values() -> dict[str, float]:
 
 
 def language_table() -> list[str]:
-    return language_tables.summary(*(rows_in(RESULTS / f"language-models{part}.jsonl") for part in ("-trial", "")))
+    lines = language_tables.summary(*(rows_in(RESULTS / f"language-models{part}.jsonl") for part in ("-trial", "")))
+    return [line for line in lines if not line.startswith("| trec6, bits")]
 
 
 def skill_table() -> list[str]:
