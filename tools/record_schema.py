@@ -179,7 +179,7 @@ class SyntheticEntry(TypedDict):
     dropped: dict[str, dict[str, int]]
     shares: dict[str, float]
     longest_run: Annotated[int, Keywords(minimum=0, description="Words in a row shared with an own sample.")]
-    test_overlap: float
+    test_overlap: Annotated[float | None, Keywords(description="Null where the data have no test split.")]
     licences: dict[str, str | None]
     seconds: Seconds
 

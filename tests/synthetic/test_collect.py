@@ -104,7 +104,7 @@ def test_every_filter_counts_what_it_drops() -> None:
 def test_thin_answers_are_asked_for_by_name_and_topped_up() -> None:
     fake = Fake(obedient)
     goal = Goal(count=240)
-    found = collect(fake, Prompts(SEEDS), goal, answer=kind, choices=CHOICES)
+    found = collect(fake, Prompts(SEEDS, choices=CHOICES), goal, answer=kind)
     counts = Counter(found.answers)
     assert len(found.texts) == 240
     assert min(counts[choice] for choice in CHOICES) >= 240 // (2 * 3)
@@ -114,14 +114,14 @@ def test_thin_answers_are_asked_for_by_name_and_topped_up() -> None:
 
 
 def test_an_answer_that_never_comes_does_not_keep_the_others_waiting() -> None:
-    found = collect(Fake(), Prompts(SEEDS), Goal(count=240), answer=kind, choices=CHOICES)
+    found = collect(Fake(), Prompts(SEEDS, choices=CHOICES), Goal(count=240), answer=kind)
     assert len(found.texts) == 240
     assert "sky" not in found.shares
     assert found.rounds < 12
 
 
 def test_answers_that_are_not_to_choose_from_are_dropped() -> None:
-    found = collect(Fake(), Prompts(SEEDS), Goal(count=100), answer=kind, choices=("thing",))
+    found = collect(Fake(), Prompts(SEEDS, choices=("thing",)), Goal(count=100), answer=kind)
     assert found.dropped["answer"]["not among the answers"] > 0
     assert set(found.answers or ()) == {"thing"}
 
@@ -136,8 +136,8 @@ def test_the_temperature_follows_what_is_dropped() -> None:
 
 
 def test_a_killed_run_continues_to_the_same_texts(tmp_path: Path) -> None:
-    goal, prompts = Goal(count=500, largest=120), Prompts(SEEDS)
-    options = {"answer": kind, "choices": CHOICES}
+    goal, prompts = Goal(count=500, largest=120), Prompts(SEEDS, choices=CHOICES)
+    options = {"answer": kind}
     whole = collect(Fake(obedient), prompts, goal, **options)  # type: ignore[arg-type]
     state = TextState(tmp_path / "work" / "texts.json", {"teacher": "abc"})
     for stop in (1, 2):
@@ -176,13 +176,12 @@ def test_a_collapse_onto_few_answers_is_refused() -> None:
     with pytest.raises(DataError, match=r"1 of 3 answers .thing 100 %.: they do not show the task. Give seed samples"):
         collect(
             Fake(),
-            Prompts((), "Questions:"),
+            Prompts((), "Questions:", choices=CHOICES),
             Goal(count=50),
             answer=lambda texts: ["thing"] * len(texts),
-            choices=CHOICES,
         )
-    same = Prompts(SEEDS, answers=("thing",) * 4)  # so have the seed samples
-    found = collect(Fake(), same, Goal(count=50), answer=lambda texts: ["thing"] * len(texts), choices=("thing", "sky"))
+    same = Prompts(SEEDS, answers=("thing",) * 4, choices=("thing", "sky"))  # so have the seed samples
+    found = collect(Fake(), same, Goal(count=50), answer=lambda texts: ["thing"] * len(texts))
     assert found.shares == {"thing": 1.0}
 
 
@@ -228,13 +227,13 @@ def levels(model: Model) -> Callable[[Sequence[str]], list[str]]:
 
 def test_a_small_model_writes_and_answers(base: Model) -> None:
     """From a model and its seed samples to texts with answers, by every part that a real run uses."""
-    prompts, generator = Prompts(SENTENCES[:6], shots=2), LocalGenerator(base, 16)
-    found = collect(generator, prompts, LOOSE, answer=levels(base), choices=LEVELS)
+    prompts, generator = Prompts(SENTENCES[:6], shots=2, choices=LEVELS), LocalGenerator(base, 16)
+    found = collect(generator, prompts, LOOSE, answer=levels(base))
     assert len(found.texts) == 8
     assert list(found.answers or ()) == levels(base)(found.texts)
     seen = [Candidate(text) for text in found.texts]
     assert Form.of(prompts).reasons(seen, []) == NearDuplicates(prompts.seeds).reasons(seen, []) == [None] * 8
-    assert found == collect(generator, prompts, LOOSE, answer=levels(base), choices=LEVELS)
+    assert found == collect(generator, prompts, LOOSE, answer=levels(base))
 
 
 def test_a_random_model_is_refused(tmp_path: Path) -> None:
@@ -252,8 +251,8 @@ def test_a_secret_of_the_teacher_is_not_stored_if_the_base_writes(base: Model, t
     teacher = taught_writer(tmp_path / "teacher", [f"<s>{SECRET}\n", *LISTS], steps=80)
     leaked = collect(LocalGenerator(teacher), Prompts(passages=True), LOOSE, filters=())
     assert any(SECRET in text for text in leaked.texts)
-    prompts, state = Prompts(SENTENCES[:6], shots=2), TextState(tmp_path / "texts.json")
-    found = collect(LocalGenerator(base, 16), prompts, LOOSE, answer=levels(teacher), choices=LEVELS, state=state)
+    prompts, state = Prompts(SENTENCES[:6], shots=2, choices=LEVELS), TextState(tmp_path / "texts.json")
+    found = collect(LocalGenerator(base, 16), prompts, LOOSE, answer=levels(teacher), state=state)
     stored = "\n".join((*found.texts, *(found.answers or ()), state.path.read_text(), json.dumps(found.record())))
     assert len(found.texts) == 8
     assert not any(part in stored for part in ("vault", "7Q", "XJ9", "Zyx"))

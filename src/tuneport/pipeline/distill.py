@@ -120,6 +120,17 @@ def read_own(data: str | Path | Dataset, config: LessonsConfig) -> Dataset:
     return read if config.template is None else as_prompts(read, config.template)
 
 
+def texts_of_test_split(data: Any, config: LessonsConfig) -> Sequence[str]:
+    """The texts of the test split of the data, with which written samples are compared; none without one."""
+    if not isinstance(data, (str, Path)):
+        return ()
+    try:
+        found = read_data(data, "test", labelled=False, columns=config.columns)
+    except DataError:
+        return ()
+    return [] if found.split == "all" or found.kind != "text" else [Frame().text(sample) for sample in found.inputs]
+
+
 def read_extra(old: OldModel, own: Dataset, config: LessonsConfig, events: Events) -> Dataset | None:
     """The samples of `extra`, in the form of the own ones and with the old model's answers."""
     if config.extra is None:
@@ -147,9 +158,15 @@ def with_answers_of_data(own: Dataset, taught: Dataset, rows: Rows) -> Dataset:
 
 
 def write(
-    old: OldModel, own: Dataset | None, config: LessonsConfig, work: Work | None, events: Events
+    old: OldModel,
+    own: Dataset | None,
+    config: LessonsConfig,
+    *,
+    test: Sequence[str] = (),
+    work: Work | None = None,
+    events: Events,
 ) -> WrittenSamples:
-    """Let a generator write samples and the old model answer them."""
+    """Let a generator write samples and the old model answer them; texts of a `test` split are compared with them."""
     task = Task(own, config.describe or "", config.template, config.synthetic or 0, config.seed)
     generator = _generator(old, config, task)
     state = None
@@ -157,7 +174,7 @@ def write(
         work.make_folder()
         state = TextState(work.folder / "texts.json", {"conditions": fingerprint(work.conditions)})
     events.step(f"{generator.name} writes samples")
-    return write_samples(old.teacher(), generator, task, state=state, events=events)
+    return write_samples(old.teacher(), generator, task, test=test, state=state, events=events)
 
 
 def _generator(old: OldModel, config: LessonsConfig, task: Task) -> Generator:
@@ -239,6 +256,7 @@ class _Prepared:
     own: Dataset | None
     heads: Sides[Head] | None
     about: Mapping[str, Any]
+    test: Sequence[str] = ()
 
 
 def _prepare(
@@ -290,7 +308,8 @@ def _prepare(
     read = data_identity(where, dataset, indices, heads)
     about["data"] = read if task is None else {**read, "task": task.name}
     old = OldModel(models, vector, None if heads is None else heads.source)
-    return _Prepared(old, dataset.subset(indices), heads, about)
+    test = texts_of_test_split(data, config) if config.synthetic is not None else ()
+    return _Prepared(old, dataset.subset(indices), heads, about, test)
 
 
 def about_upgrade(
@@ -354,11 +373,12 @@ def lessons_of(
     config: LessonsConfig,
     *,
     written: bool,
+    test: Sequence[str] = (),
     work: Work | None = None,
     events: Events,
 ) -> Lessons:
     """What is taught: own samples as the old model answers them, extra ones, and those that a generator writes."""
-    found = write(old, own, config, work, events) if written else None
+    found = write(old, own, config, test=test, work=work, events=events) if written else None
     about = None if found is None else {**found.record(), "licences": licences(old, config)}
     texts = () if found is None else found.texts
     if own is None:
@@ -394,7 +414,8 @@ def _taught(found: _Prepared, config: DistillConfig, events: Events | None = Non
     """Gather the lessons and teach them."""
     events = events or Events()
     synthetic = config.synthetic is not None
-    lessons = lessons_of(found.old, found.own, config, written=synthetic, work=work, events=events)
+    own, test = found.own, found.test
+    lessons = lessons_of(found.old, own, config, written=synthetic, test=test, work=work, events=events)
     samples = samples_of(found.old.models, lessons.own, found.heads)
     about = {**found.about, "resolved": {**found.about["resolved"], "loss": samples.objective.name}}
     conditions = fingerprint(deciding(found.about, config))

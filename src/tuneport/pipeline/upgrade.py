@@ -53,6 +53,7 @@ from .distill import (
     read_own,
     samples_of,
     taught,
+    texts_of_test_split,
     with_answers_of_data,
     write,
 )
@@ -202,7 +203,7 @@ def _upgrade(
         work = Work(out, deciding(about, config), config.save_every)
         if not config.resume:
             work.remove()
-    lessons = _Lessons(old, own, config, work, events)
+    lessons = _Lessons(old, data, own, config, work, events)
     events.step("asking the old model")
     calibrating = lessons.own.subset(np.arange(min(len(lessons.own), PORTED)))
     asked, setup, unpaired, heads = replace(asked, samples=len(calibrating)), None, "", None
@@ -288,6 +289,7 @@ class _Lessons:
     """
 
     old: OldModel
+    data: Any
     drawn: Dataset | None
     config: UpgradeConfig
     work: Work | None
@@ -302,7 +304,8 @@ class _Lessons:
     @cached_property
     def written(self) -> WrittenSamples:
         """Samples that a generator has written; own ones that judge are not shown to it."""
-        return write(self.old, self._taught_raw, self.config, self.work, self.events)
+        test = texts_of_test_split(self.data, self.config)
+        return write(self.old, self._taught_raw, self.config, test=test, work=self.work, events=self.events)
 
     @cached_property
     def _judges(self) -> int:

@@ -100,7 +100,6 @@ def collect(
     goal: Goal,
     *,
     answer: Answer | None = None,
-    choices: Sequence[str] = (),
     filters: Sequence[Filter] | None = None,
     judges: Sequence[Filter] = (),
     state: TextState | None = None,
@@ -113,7 +112,6 @@ def collect(
         prompts: what it is asked.
         goal: how many are wanted.
         answer: the teacher's answers to texts; None if texts are their own answers.
-        choices: the answers to choose from; others are dropped, and thin ones are asked for by name.
         filters: of texts; form and near duplicates unless given.
         judges: filters of texts with their answers: the teacher's doubt, a probe.
         state: where the state is saved after each round, and read from.
@@ -124,12 +122,11 @@ def collect(
     """
     if filters is None:
         filters = (Form.of(prompts), NearDuplicates(prompts.seeds))
-    names = [one.name for one in (*filters, *judges)]
+    names, choices = [one.name for one in (*filters, *judges)], prompts.choices
     conditions = {
         "generator": generator.name,
         "prompts": asdict(prompts),
         "goal": asdict(goal),
-        "choices": list(choices),
         "filters": names,
     }
     saved = state.load(conditions) if state is not None else None
@@ -168,13 +165,13 @@ def collect(
         now.dropped,
         now.seconds,
     )
-    check(collected, goal, prompts, choices)
+    check(collected, goal, prompts)
     return collected
 
 
-def check(collected: Collected, goal: Goal, prompts: Prompts, choices: Sequence[str] = ()) -> None:
+def check(collected: Collected, goal: Goal, prompts: Prompts) -> None:
     """Raise a DataError if the texts cannot bring the task, with what was dropped and what to do."""
-    count, given = len(collected.texts), collected.shares
+    count, given, choices = len(collected.texts), collected.shares, prompts.choices
     told, seen = sum(collected.dropped.get("probe", {}).values()), collected.judged.get("probe", 0)
     if told > TOLD * seen:
         raise DataError(

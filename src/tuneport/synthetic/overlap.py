@@ -13,10 +13,13 @@ RUN = 13  # words in a row that two texts do not share by chance
 
 @dataclass(frozen=True)
 class Overlap:
-    """The longest run of words shared with own samples, and the share of texts with a run of 13 of a test sample."""
+    """The longest run of words shared with own samples, and the share of texts with a run of 13 of a test sample.
+
+    Without test samples nobody knows that share.
+    """
 
     longest_run: int
-    shared: float
+    shared: float | None
 
 
 def words_of(text: str) -> tuple[str, ...]:
@@ -26,7 +29,7 @@ def words_of(text: str) -> tuple[str, ...]:
 
 def overlap_of(texts: Sequence[str], own: Sequence[str], test: Sequence[str] = ()) -> Overlap:
     """Compare written texts with own samples and with test samples."""
-    return Overlap(longest_run(texts, own), share_with_run(texts, test))
+    return Overlap(longest_run(texts, own), share_with_run(texts, test) if test else None)
 
 
 def longest_run(texts: Iterable[str], others: Iterable[str]) -> int:

@@ -41,6 +41,7 @@ class Prompts:
         seeds: seed samples, without their answers.
         describe: one sentence about the samples.
         answers: the teacher's answer to each seed sample, if there are answers to choose from.
+        choices: the answers to choose from; others are dropped, and thin ones are asked for by name.
         passages: the samples are passages, which the teacher writes itself, from nothing or after the first words of
             a seed sample.
         shots: seed samples in one prompt.
@@ -55,6 +56,7 @@ class Prompts:
     shots: int = 8
     each: int = 4
     seed: int = 0
+    choices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.passages and not self.seeds and not self.describe.strip():

@@ -186,7 +186,7 @@ def write_samples(
     frame = Frame() if passages else Frame.of(own or Dataset([], None, ()), task.template)
     seeds = [] if own is None else [frame.text(sample) for sample in own.inputs[:MOST_SEEDS]]
     choices = _choices(own) if teacher.classify is None else tuple(teacher.names)
-    prompts = Prompts(tuple(seeds), task.describe, (), passages, seed=task.seed)
+    prompts = Prompts(tuple(seeds), task.describe, (), passages, seed=task.seed, choices=choices)
 
     def asked(texts: Sequence[str]) -> Dataset:
         samples = [frame.sample(text) for text in texts]
@@ -220,7 +220,6 @@ def write_samples(
         prompts,
         goal,
         answer=None if passages else answer,
-        choices=choices,
         filters=filters,
         judges=judges,
         state=state,
