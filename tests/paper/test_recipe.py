@@ -437,16 +437,15 @@ class TestRunning:
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from builders.runs import prepare
-        from tuneport.pipeline import solve as measuring
 
         looked: list[int] = []
         plain = cells.compute_features
         monkeypatch.setattr(cells, "compute_features", lambda *given: looked.append(1) or plain(*given))
         recipe = self.recipe(root, tasks=["mnist"], samplers=["centroid_near", "centroid_far"], methods=["bico"])
         drawn = []
-        measured = measuring.measure
+        measured = cells.measure
         monkeypatch.setattr(
-            measuring,
+            cells,
             "measure",
             lambda what, **more: drawn.append(what.samples.indices.tolist()) or measured(what, **more),
         )

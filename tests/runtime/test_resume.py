@@ -226,7 +226,9 @@ class TestPort:
             "continuing what an earlier run has saved" if after > 1 else "nothing to resume: starting over"
         )
         assert [note.partition(" is right on ")[0] for note in notes[1:]] == ["the fine-tuned source"]
-        assert sum(done) == SAMPLES
+        # measured once, and then scored at each candidate if the scale is chosen
+        scored = 0 if scale == 1 else len(record_of(out)["scale_choice"]["candidates"])
+        assert sum(done) == (1 + scored) * SAMPLES
         assert names(tmp_path) == ["out"]
         assert_same_output(out, wanted)
 
