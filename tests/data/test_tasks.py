@@ -32,6 +32,8 @@ def lines(path: Path, *texts: str) -> None:
 
 
 def test_files_of_tables_inside_a_folder(tmp_path: Path) -> None:
+    import paper  # noqa: F401  (knows the layouts of its data sets)
+
     rows = [{"sentence1": f"a {i}", "sentence2": "b", "label": i % 2, "text": f"a {i}"} for i in range(20)]
     for file in ("RTE/train.jsonl", "RTE/validation.jsonl", "notes.jsonl", "sst2_stsa.jsonl.gz"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
