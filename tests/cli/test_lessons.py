@@ -100,7 +100,7 @@ class TestWritten:
         assert set(found["dropped"]) >= {"form", "near duplicates"}
         assert set(found["licences"]) == {"source", "target", "generator"}
         assert found["longest_run"] >= 0
-        assert done.json["generator"]["name"] == animals.generator.name
+        assert found["generator"] == done.json["generator"]["name"] == animals.generator.name
         assert done.json["distilled"]["extra"] + done.json["distilled"]["held_out"] == 12
         again = run(*lesson(animals, place / "again", *more, "--keep-texts"))
         assert again.code == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -228,7 +229,7 @@ def write_samples(
     data = asked(found.texts) if not passages else Dataset(list(found.texts), None, ())
     if not passages and teacher.classify is None and not choices:
         data = replace(with_answers(data, list(found.answers or ())), answers="teacher")
-    return WrittenSamples(data, found.texts, found, overlap_of(found.texts, seeds, test), generator.name)
+    return WrittenSamples(data, found.texts, found, overlap_of(found.texts, seeds, test), _named(generator.name))
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,6 +245,11 @@ class _Tuned:
     def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]:
         with self.teacher.with_tune():
             return LocalGenerator(self.teacher.model).write(prompts, sampling, advance)
+
+
+def _named(generator: str) -> str:
+    """The name of a generator without the folders that hold it; a server is named by its address."""
+    return generator if "://" in generator else Path(generator).name
 
 
 def _choices(own: Dataset | None) -> tuple[str, ...]:
