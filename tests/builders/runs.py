@@ -10,6 +10,7 @@ from typing import Any
 from tuneport.config import TransferConfig
 from tuneport.data.dataset import Dataset
 from tuneport.maps.statistics import Statistics
+from tuneport.measure.fitted_heads import with_teacher_scores
 from tuneport.measure.measurement import Measurement
 from tuneport.measure.samples import Samples
 from tuneport.methods import Method, Problem, get_method
@@ -19,7 +20,6 @@ from tuneport.models.heads import Head
 from tuneport.pairing import Plan
 from tuneport.pipeline import transfer as pipeline
 from tuneport.pipeline.estimate import describe
-from tuneport.pipeline.heads import with_teacher_scores
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.run import write_run
 from tuneport.pipeline.solve import measure, problem_of

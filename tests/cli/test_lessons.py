@@ -77,7 +77,7 @@ def test_answers_of_the_data_are_taught_beside_those_of_the_teacher(run: Run, an
 
 def test_both_answers_of_a_prompt_judge_or_are_taught() -> None:
     from tuneport.data.dataset import Dataset
-    from tuneport.pipeline.distill import with_answers_of_data
+    from tuneport.pipeline.lessons import with_answers_of_data
 
     own = Dataset(["a", "b", "c"], None, (), targets=["1", "2", "3"])
     taught = Dataset(["a", "c"], None, (), targets=["x", "z"], answers="teacher")

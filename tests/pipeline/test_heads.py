@@ -26,13 +26,13 @@ from builders.texts import SENTENCES, bert_tokenizer, write, write_rows
 from builders.twins import Twin, finetuned
 from tuneport import transfer
 from tuneport.errors import CheckpointError, DataError, TuneportError
+from tuneport.measure.fitted_heads import fit_head, measuring
 from tuneport.measure.measurement import Measurement
 from tuneport.measure.samples import DatasetSamples
 from tuneport.methods import Transfer
 from tuneport.models.base import Labelling
 from tuneport.models.open import as_classifier, describe_module, open_model
 from tuneport.outputs import ModelOutput
-from tuneport.pipeline.heads import fit_head, measuring
 from tuneport.pipeline.scale import Judge, ScaleChoice, choose_on_halves
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.types import Events, ScaleRule

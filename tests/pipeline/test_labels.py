@@ -19,11 +19,11 @@ from tuneport.data.dataset import Dataset, align_labels
 from tuneport.data.tasks import read_data
 from tuneport.errors import DataError, TuneportError
 from tuneport.measure.accuracy import encode_batches
+from tuneport.measure.fitted_heads import agreement, scores_by
 from tuneport.measure.samples import DatasetSamples
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
 from tuneport.models.open import open_model
-from tuneport.pipeline.heads import agreement, scores_by
 
 CLASSES = ("cat", "dog")
 

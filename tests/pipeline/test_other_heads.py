@@ -29,9 +29,9 @@ from builders.twins import Twin, finetuned
 from paper.finetune import prepare_training
 from tuneport import transfer
 from tuneport.errors import DataError, TuneportError
+from tuneport.measure import fitted_heads as heads
 from tuneport.models.open import describe_module
 from tuneport.outputs.adapter import loader_of
-from tuneport.pipeline import heads
 from tuneport.pipeline.comparison import check_test, read_test, usual_test
 from tuneport.training.loop import Schedule
 

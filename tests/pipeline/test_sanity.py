@@ -15,8 +15,9 @@ from builders.folders import LARGE, SMALL, Zoo, build, load, perturb, write_data
 from builders.runs import prepare, run
 from tuneport.errors import CheckpointError
 from tuneport.io.fingerprint import same_weights, weights_fingerprint
+from tuneport.measure import fitted_heads as heads
 from tuneport.models.open import open_model
-from tuneport.pipeline import heads, inputs
+from tuneport.pipeline import inputs
 from tuneport.pipeline.arithmetic import extract, fingerprint_of
 from tuneport.pipeline.inputs import check_inputs
 from tuneport.pipeline.transfer import transfer

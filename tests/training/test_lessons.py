@@ -19,7 +19,7 @@ from tuneport.data.dataset import Dataset
 from tuneport.measure.samples import DatasetSamples
 from tuneport.models.base import Model
 from tuneport.models.open import open_model
-from tuneport.pipeline.distill import samples_of
+from tuneport.pipeline.lessons import samples_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.augment import Reader, _encode
 from tuneport.training.distill import OWN, Extra, _lessons, distill

@@ -11,7 +11,7 @@ from tuneport.config import DistillConfig
 from tuneport.data.dataset import Dataset
 from tuneport.models.base import Model
 from tuneport.models.open import open_model
-from tuneport.pipeline.distill import samples_of
+from tuneport.pipeline.lessons import samples_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training import neutral
 from tuneport.training.distill import distill

@@ -19,6 +19,7 @@ from ..io.output import check_new_file, check_new_folder, new_folder
 from ..io.places import check_no_parts
 from ..io.tensors import describe
 from ..io.validate import check_finite, check_unquantised
+from ..measure.fitted_heads import is_head
 from ..models.change import (
     between,
     check_changes,
@@ -40,7 +41,6 @@ from ..task_vectors.lora_read import task_vector_of, transposed_weights
 from ..task_vectors.merge import merge as merge_vectors
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 from ..types import Events
-from .heads import is_head
 from .inputs import GO_ON, LEAST_LEFT, relation
 
 

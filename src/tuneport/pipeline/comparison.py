@@ -28,6 +28,7 @@ from ..data.tasks import read_data
 from ..errors import DataError, TuneportError
 from ..measure.accuracy import Evaluation, check_counted, compute_features, zero_shot
 from ..measure.chance import LEAST, LEVEL, direction, share_interval, shift, tail
+from ..measure.fitted_heads import before_port, is_bare
 from ..measure.language import likelihood, perplexity, usual_protocol
 from ..measure.measurement import Calibration
 from ..measure.unseen import Unseen
@@ -39,7 +40,6 @@ from ..report.samples import shown
 from ..report.summary import SCORE_FORMS
 from ..training.distill import STEPS
 from ..types import Sides
-from .heads import before_port, is_bare
 
 Metric = Literal["accuracy", "bits per character", "fidelity"]
 Role = Literal["finetuned", "target", "port", "distilled"]

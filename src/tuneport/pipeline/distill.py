@@ -1,4 +1,4 @@
-"""Distillation: an old model teaches a new one, on own samples, on others, and on samples that models write.
+"""Distillation: an old model teaches a new one (`pipeline.lessons`).
 
 From paths to an output, without a transfer before it. `pipeline.upgrade` makes routes of the same parts.
 """
@@ -7,188 +7,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..config import DistillConfig, DistillInputs, LessonsConfig, TransferConfig, UpgradeConfig
-from ..data.choices import candidates_of
-from ..data.dataset import Dataset, as_prompts, joined
+from ..data.dataset import Dataset
 from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
-from ..errors import DataError, OptionError, TuneportError
+from ..errors import OptionError, TuneportError
 from ..io.hub import local
 from ..io.output import claimed
-from ..measure.answers import answered, is_choice, is_passages
-from ..measure.objectives import choose_objective
 from ..measure.samples import DatasetSamples
 from ..methods import get_method
 from ..models.base import Model, ModelLike
 from ..models.change import change_of, opened
 from ..models.heads import Head, choose_head
-from ..models.open import dtype_on, open_both, open_model, path_of, pick_device, pick_dtype
-from ..models.weights import finetuned
+from ..models.open import dtype_on, open_both, path_of, pick_device, pick_dtype
 from ..outputs import Output, Update, output_of
 from ..pairing import Plan
 from ..report.provenance import data_identity, identity_of, package_version, versions
 from ..report.record import to_json
 from ..runtime.resume import Work, fingerprint
-from ..synthetic.generators import Generator, LocalGenerator, ServerGenerator
-from ..synthetic.samples import Frame, Task, Teacher, WrittenSamples, better_generator, write_samples
-from ..synthetic.state import TextState
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
-from ..training.distill import Extra, teach
+from ..training.distill import teach
 from ..training.state import StateFile
 from ..types import Events, Sides
 from .evaluate import with_protocol
-from .heads import scores_by
+from .lessons import Lessons, OldModel, Rows, lessons_of, read_own, samples_of, texts_of_test_split
 from .result import Result
 from .run import finished, state_file
-
-Rows = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class OldModel:
-    """The fine-tuned source: what it answers, and what it can be taught from.
-
-    Args:
-        models: source and target.
-        vector: the change that makes the source the old model.
-        head: the source's, if it classifies.
-    """
-
-    models: Sides[Model]
-    vector: TaskVector
-    head: Head | None = None
-
-    @property
-    def writes(self) -> bool:
-        """Whether it answers in words."""
-        return self.models.source.generates is not None and self.head is None
-
-    def tuned(self) -> AbstractContextManager[None]:
-        """A context in which the source has its fine-tune."""
-        return finetuned(self.models.source, self.vector)
-
-    def answers(self, data: Dataset, events: Events) -> tuple[Dataset, Rows]:
-        """Samples with its answers, and the places of those that have one; a classifier is asked while it teaches."""
-        if not self.writes or is_passages(data):
-            return data, np.arange(len(data))
-        with self.tuned():
-            found = answered(self.models.source, data, events.advance)
-        return found.data, found.kept
-
-    def teacher(self) -> Teacher:
-        """As the one that answers written samples."""
-        if self.writes:
-            return Teacher(self.models.source, self.tuned)
-        head = self.head
-        if head is None or self.models.source.reader is None:
-            raise OptionError("samples can be written for language models and for classifiers of texts alone.")
-
-        def classify(data: Dataset) -> Sequence[int]:
-            classes: Sequence[int] = np.asarray(scores_by(self.models.source, TaskVector({}), head, data)).argmax(-1)
-            return classes
-
-        return Teacher(self.models.source, self.tuned, head.classes, classify)
-
-
-@dataclass(frozen=True, eq=False)
-class Lessons:
-    """All that is taught: own samples with the old model's answers, and further ones; `about` is for the record."""
-
-    own: Dataset
-    extra: Extra | None = None
-    about: Mapping[str, Any] | None = None
-    texts: tuple[str, ...] = ()
-
-    def files(self, keep: bool) -> dict[str, str]:
-        """The written texts as a file beside the output, if they are kept."""
-        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in self.texts)
-        return {"texts.jsonl": "".join(lines)} if keep and self.texts else {}
-
-
-def read_own(data: str | Path | Dataset, config: LessonsConfig) -> Dataset:
-    """Own samples, from the training split."""
-    read = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False, columns=config.columns)
-    return read if config.template is None else as_prompts(read, config.template)
-
-
-def texts_of_test_split(data: Any, config: LessonsConfig) -> Sequence[str]:
-    """The texts of the test split of the data, with which written samples are compared; none without one."""
-    if not isinstance(data, (str, Path)):
-        return ()
-    try:
-        found = read_data(data, "test", labelled=False, columns=config.columns)
-    except DataError:
-        return ()
-    return [] if found.split == "all" or found.kind != "text" else [Frame().text(sample) for sample in found.inputs]
-
-
-def read_extra(old: OldModel, own: Dataset, config: LessonsConfig, events: Events) -> Dataset | None:
-    """The samples of `extra`, in the form of the own ones and with the old model's answers."""
-    if config.extra is None:
-        return None
-    found = replace(read_data(config.extra, "train", labelled=False), labels=None, classes=(), choices=None)
-    if found.kind != own.kind:
-        raise DataError(f"`extra` has {found.kind}s, and the own samples are {own.kind}s: give {own.kind}s.")
-    if not old.writes:
-        return replace(found, targets=None)
-    if is_passages(own):
-        raise DataError("own samples are passages, which teach themselves: `extra` would teach what it says.")
-    frame, bare = Frame.of(own, config.template), Frame()
-    asked = replace(found, inputs=[frame.sample(bare.text(sample)) for sample in found.inputs], targets=None)
-    if is_choice(own):
-        return replace(asked, choices=[candidates_of(own)[0]] * len(asked))
-    return old.answers(replace(asked, answers="none"), events)[0]
-
-
-def with_answers_of_data(own: Dataset, taught: Dataset, rows: Rows) -> Dataset:
-    """The samples that the old model has answered, each before the same with the answer of the data."""
-    if is_choice(own) or own.answers == "none" or is_passages(own):
-        raise DataError(f'{own} has no written answers: `labels="data"` goes with chats, or prompts with a target.')
-    both = joined(taught, replace(own.subset(rows), answers="teacher"))
-    return both.subset(np.arange(len(both)).reshape(2, -1).T.ravel())
-
-
-def write(
-    old: OldModel,
-    own: Dataset | None,
-    config: LessonsConfig,
-    *,
-    test: Sequence[str] = (),
-    work: Work | None = None,
-    events: Events,
-) -> WrittenSamples:
-    """Let a generator write samples and the old model answer them; texts of a `test` split are compared with them."""
-    task = Task(own, config.describe or "", config.template, config.synthetic or 0, config.seed)
-    generator = _generator(old, config, task)
-    state = None
-    if work is not None:
-        work.make_folder()
-        state = TextState(work.folder / "texts.json", {"conditions": fingerprint(work.conditions)})
-    events.step(f"{generator.name} writes samples")
-    return write_samples(old.teacher(), generator, task, test=test, state=state, events=events)
-
-
-def _generator(old: OldModel, config: LessonsConfig, task: Task) -> Generator:
-    """What writes: as asked for, or the better of target and source."""
-    if config.generator_url is not None:
-        return ServerGenerator(config.generator_url)
-    source, target = old.models
-    if config.generator is not None:
-        dtype = next(target.module.parameters()).dtype
-        code = config.trust_remote_code
-        return LocalGenerator(open_model(config.generator, device=target.device, dtype=dtype, trust_remote_code=code))
-    if not old.writes or source.generates != "causal":
-        raise OptionError("a classifier writes no samples: name a model that does with `generator`, or leave them out.")
-    return LocalGenerator(better_generator(target, source, task))
 
 
 def distill(
@@ -367,42 +218,6 @@ def _others(config: LessonsConfig) -> dict[str, Any]:
     return found
 
 
-def lessons_of(
-    old: OldModel,
-    own: Dataset | None,
-    config: LessonsConfig,
-    *,
-    written: bool,
-    test: Sequence[str] = (),
-    work: Work | None = None,
-    events: Events,
-) -> Lessons:
-    """What is taught: own samples as the old model answers them, extra ones, and those that a generator writes."""
-    found = write(old, own, config, test=test, work=work, events=events) if written else None
-    about = None if found is None else {**found.record(), "licences": licences(old, config)}
-    texts = () if found is None else found.texts
-    if own is None:
-        assert found is not None
-        return Lessons(found.data, None, about, texts)
-    events.step("the old model answers")
-    taught, rows = old.answers(own, events)
-    if config.labels == "data":
-        taught = with_answers_of_data(own, taught, rows)
-    more = read_extra(old, own, config, events)
-    if more is not None and found is not None:
-        return Lessons(taught, Extra(joined(found.data, more)), about, texts)
-    if more is not None:
-        return Lessons(taught, Extra(more))
-    return Lessons(taught, None if found is None else Extra(found.data, like_own=True), about, texts)
-
-
-def licences(old: OldModel, config: LessonsConfig) -> dict[str, str | None]:
-    """Of the models whose words are in the written samples."""
-    models = {"source": old.models.source, "target": old.models.target}
-    known = {name: identity_of(model).get("license") for name, model in models.items()}
-    return known if config.generator is None else {**known, "generator": identity_of(config.generator).get("license")}
-
-
 def _heads(models: Sides[Model], wanted: str | None, dataset: Dataset) -> Sides[Head] | None:
     """A head for each model, or none where nothing names classes: then similarities are taught."""
     if wanted is None and not dataset.classes and any(model.logits is None for model in models):
@@ -421,13 +236,6 @@ def _taught(found: _Prepared, config: DistillConfig, events: Events | None = Non
     conditions = fingerprint(deciding(found.about, config))
     saved = None if work is None else state_file(work)
     return taught(samples, found.old.vector, lessons, config, {**about, "fingerprint": conditions}, events, saved)
-
-
-def samples_of(models: Sides[Model], data: Dataset, heads: Sides[Head] | None) -> DatasetSamples:
-    """All samples of a data set, for both models."""
-    objective = choose_objective(data, models)
-    count = len(data)
-    return DatasetSamples(models, data, np.arange(count), heads, count, objective)
 
 
 def taught(

@@ -12,6 +12,7 @@ import torch
 
 from ..config import MeasureConfig, PlanConfig, PlanInputs
 from ..errors import TuneportError
+from ..measure.fitted_heads import is_bare
 from ..measure.measurement import Calibration, Limits, Measurement
 from ..measure.objectives import TokenLoss, forward_only
 from ..measure.samples import UserBatches
@@ -28,7 +29,6 @@ from ..runtime.passes import Passes
 from ..task_vectors.account import account
 from ..types import ScaleRule, Sides
 from .comparison import USUAL, usual_test
-from .heads import is_bare
 from .inputs import check_weights, count_forward_passes
 from .plan import changed_parts, not_transported_by, plan_of
 from .scale import Judge

@@ -18,6 +18,7 @@ from ..io.checkpoint import LARGEST_INDEX, read_object
 from ..io.hub import local
 from ..io.output import RECORD
 from ..measure.accuracy import Evaluation, check_counted, linear_probe, zero_shot
+from ..measure.fitted_heads import labelling_by, renamed_classes
 from ..measure.language import likelihood, perplexity, usual_protocol
 from ..models.base import Model
 from ..models.change import change_of, is_task_vector, opened, stated_base
@@ -28,7 +29,6 @@ from ..models.weights import put
 from ..task_vectors.lora_format import Adapter, is_adapter
 from ..task_vectors.lora_read import whole_tensors
 from ..types import Events
-from .heads import labelling_by, renamed_classes
 
 IMAGES, TEXTS = 128, 16  # samples per pass
 ANSWER = 128  # most tokens of an answer

@@ -26,6 +26,7 @@ from ..data.dataset import align_labels
 from ..data.draws import DEFAULT_SAMPLES
 from ..errors import CheckpointError, TuneportError
 from ..measure.chance import LEAST, LEVEL, direction, tail
+from ..measure.fitted_heads import labelling_by, renamed_classes, scores_by, take_head, with_heads
 from ..measure.measurement import Calibration
 from ..measure.objectives import TokenLoss
 from ..measure.samples import DatasetSamples
@@ -54,7 +55,6 @@ from ..report.record import to_json
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
-from .heads import labelling_by, renamed_classes, scores_by, take_head, with_heads
 from .scale import ScaleChoice
 
 LEAST_LEFT = 0.5  # of the weights of the base in a fine-tune: their coefficient in it

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..config import DistillConfig, TransferConfig
 from ..errors import TuneportError
+from ..measure.fitted_heads import fit_head
 from ..measure.samples import DatasetSamples, Samples
 from ..methods import LayerRecord
 from ..models.base import Model
@@ -27,7 +28,6 @@ from ..training.distill import Extra, divide, teach
 from ..training.state import StateFile
 from ..types import Events
 from .comparison import summarize
-from .heads import fit_head
 
 if TYPE_CHECKING:
     from .transfer import Setup

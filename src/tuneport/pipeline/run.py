@@ -12,6 +12,7 @@ from ..data.dataset import Dataset
 from ..errors import DataError, TuneportError
 from ..io.output import claimed
 from ..io.sizes import format_bytes
+from ..measure.fitted_heads import with_teacher_scores
 from ..measure.unseen import Unseen, unseen
 from ..methods import get_method
 from ..models.open import path_of
@@ -25,7 +26,6 @@ from ..training.state import StateFile
 from ..types import Events, ScaleRule
 from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, summarize, usual_test
 from .evaluate import open_written, with_protocol
-from .heads import with_teacher_scores
 from .inputs import conditions_of
 from .result import Result
 from .scale import SCALES

@@ -20,6 +20,7 @@ from ..data.tasks import read_data, split_reference
 from ..errors import DataError, TuneportError
 from ..io.hub import nearest_path
 from ..measure.accuracy import compute_features
+from ..measure.fitted_heads import agreement, answers_by_name, labelled_by, scores_by, scores_of_labels, with_scores
 from ..measure.measurement import Calibration
 from ..measure.objectives import Objective, check_objective, choose_objective, forward_only, load_loss
 from ..measure.samples import DatasetSamples, Samples, UserBatches
@@ -31,7 +32,6 @@ from ..models.open import pick_device, runnable
 from ..report import record as records
 from ..report.provenance import data_identity
 from ..types import Loss, Sides, Signal
-from .heads import agreement, answers_by_name, labelled_by, scores_by, scores_of_labels, with_scores
 
 Data = str | Path | Dataset | Iterable[Any]
 SCORED: frozenset[Signal] = frozenset({OUTPUT_GRADIENT})  # needs a loss on labelled samples

@@ -32,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.choices import each_answer, fewer_choices
 from ..data.dataset import UNLABELLED, with_prompts
 from ..measure.batches import PairedBatch
+from ..measure.fitted_heads import fitted
 from ..measure.measurement import Calibration, Measurement
 from ..measure.objectives import HeadLoss, TokenLoss, batch_for, questions_at_once
 from ..measure.samples import DatasetSamples, Samples
@@ -40,7 +41,6 @@ from ..methods import Transfer
 from ..models.base import Model
 from ..outputs import Output, Update
 from ..types import Events, Loss, ScaleRule
-from .heads import fitted
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 TOKEN_SCALES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0)  # of language models

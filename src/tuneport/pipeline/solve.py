@@ -20,6 +20,7 @@ from ..maps.covariance import CrossCovariance
 from ..maps.statistics import Statistics
 from ..measure.batches import move_batch
 from ..measure.capture import Request, measure_pairs
+from ..measure.fitted_heads import measuring
 from ..measure.measurement import Measurement
 from ..measure.signals import INPUT, WEIGHT_GRADIENT
 from ..measure.tokens import TokenLimit
@@ -31,7 +32,6 @@ from ..runtime.passes import Passes, by_block, groups_of
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
 from ..types import Events, Progress, ScaleRule, Sides
-from .heads import measuring
 from .scale import Judge, ScaleChoice, choose_on_halves
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..config import MeasureConfig, TransferConfig
 from ..errors import MethodError, TuneportError, first_of
+from ..measure.fitted_heads import fit_head, with_teacher_scores
 from ..measure.measurement import Calibration, Limits, Measurement
 from ..measure.objectives import TokenLoss
 from ..methods import LayerRecord, Method, Transfer, get_method, name_of
@@ -31,7 +32,6 @@ from ..task_vectors.account import account
 from ..task_vectors.low_rank import norm_of
 from ..types import Events, ScaleRule, Sides, Signal
 from .comparison import summarize
-from .heads import fit_head, with_teacher_scores
 from .inputs import check_inputs, conditions_of, describe_inputs, open_models, read_change
 from .plan import changed_parts, make_plan, not_transported_by
 from .result import Result

@@ -26,11 +26,6 @@ from ..data.dataset import Dataset, align_labels, as_numbers, with_prompts
 from ..errors import CheckpointError, DataError, OptionError, first_of
 from ..io.tensors import describe
 from ..maps.ridge import ridge
-from ..measure.accuracy import encode_batches
-from ..measure.chance import LEVEL, tail
-from ..measure.samples import DatasetSamples, Samples
-from ..measure.signals import frozen
-from ..measure.tokens import scores_on
 from ..models.base import Labelling, Model
 from ..models.change import Change, Finetuned, change_of
 from ..models.heads import Head
@@ -39,6 +34,11 @@ from ..models.weights import changed, finetuned
 from ..task_vectors.lora_format import PREFIX, Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
+from .accuracy import encode_batches
+from .chance import LEVEL, tail
+from .samples import DatasetSamples, Samples
+from .signals import frozen
+from .tokens import scores_on
 
 LOOKED_AT = 8  # samples of a class, to see what the fine-tune answers
 MOST_TOKENS = 20_000  # that fit the head of a token classifier: the cost grows with their number

@@ -1,0 +1,180 @@
+"""Routes of an upgrade, held against the old model on samples that no route was made with.
+
+Models are compared sample by sample: by the classes or the answers that they choose, or by the bits of what the old
+model has written. A difference counts if a paired test tells it from chance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..data.dataset import Dataset
+from ..errors import TuneportError
+from ..models.base import Model
+from ..models.heads import Head, choose_head
+from ..types import Sides
+from .accuracy import Evaluation, zero_shot
+from .answers import is_choice, is_passages
+from .chance import direction, share_interval, shift
+from .language import likelihood, perplexity
+
+AGREES = 0.9  # a route whose agreement is above this, with certainty, ends the search
+EXACT = 5.0  # percent of written answers that the old model has right, from which on they are counted
+
+
+@dataclass(frozen=True, eq=False)
+class RouteScore:
+    """What one model does on the held-out samples.
+
+    Args:
+        name: "old", "target", or a route.
+        score: accuracy in percent, or bits per character.
+        agreement: share of samples, in percent, that are answered as by the old model.
+        flips: samples that the old model has right and this one wrong.
+        neutral: by how many percent the loss on neutral passages is higher than the target's.
+        seconds: that the route took.
+        memory: the most bytes on a GPU while it ran.
+        found: the evaluation, sample by sample.
+        own: the evaluation by the data's own written answers.
+        note: why a route was not tried, or not taken.
+    """
+
+    name: str
+    score: float | None = None
+    agreement: float | None = None
+    flips: int | None = None
+    neutral: float | None = None
+    seconds: float = 0.0
+    memory: int | None = None
+    found: Evaluation | None = None
+    own: Evaluation | None = None
+    note: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """For the record."""
+        keys = ("name", "score", "agreement", "flips", "neutral", "seconds", "memory", "note")
+        return {key: getattr(self, key) for key in keys}
+
+
+@dataclass
+class RouteJudge:
+    """Scores models on the held-out samples; the old model's answers are known after `ask_old`.
+
+    Args:
+        data: the samples, with the old model's answers where it has written them.
+        raw: the samples with the labels and answers of the data.
+        heads: of classifiers.
+        head: the name of the head that is asked for.
+    """
+
+    data: Dataset
+    raw: Dataset
+    heads: Sides[Head] | None
+    head: str | None
+    answers: NDArray[np.int64] | None = None
+    right: NDArray[np.bool_] | None = None
+    exact: bool = True  # whether written answers are counted, or measured in bits
+
+    @property
+    def writes(self) -> bool:
+        """Whether models are compared by what they write."""
+        return self.heads is None and not is_choice(self.data) and not is_passages(self.data)
+
+    def ask_old(self, model: Model) -> RouteScore:
+        """Ask the old model: the source, while it has its fine-tune."""
+        found, own = self._ask(model), self._own(model)
+        self.answers = np.ones(len(self.data), dtype=np.int64) if self.writes else found.predicted
+        self.exact = own is None or own.accuracy >= EXACT
+        self.right = own.right if own is not None and self.exact else None
+        row = self._row("old", found, own)
+        return replace(row, agreement=None if self.answers is None else 100.0, flips=None)
+
+    def score(self, name: str, model: Model) -> RouteScore:
+        """Score a model as it is."""
+        return self._row(name, self._ask(model), self._own(model))
+
+    def _ask(self, model: Model) -> Evaluation:
+        """Compare a model with the old one: by classes, by the answers to choose from, or by what that has written."""
+        data = self.data
+        if self.heads is None and (is_passages(data) or self.writes):
+            found = perplexity(model, data)
+            if not self.writes or found.exact is None:
+                return found
+            ones = np.ones(len(data), dtype=np.int64)
+            return replace(found, accuracy=100.0 * float(found.exact.mean()), predicted=found.exact * ones, labels=ones)
+        return self._classify(model, replace(data, labels=self.raw.labels))
+
+    def _classify(self, model: Model, data: Dataset) -> Evaluation:
+        heads = self.heads
+        if data.labels is None:  # scores need labels; these are not looked at
+            classes = heads.target.classes if heads is not None else data.classes
+            data = replace(data, labels=np.zeros(len(data), dtype=np.int64), classes=classes)
+        if heads is not None:
+            return zero_shot(model, choose_head(model, self.head, data), data)
+        if not is_choice(self.data):
+            raise TuneportError("an upgrade of an encoder needs classes: give a head with `head`, or data with labels.")
+        return likelihood(model, data)
+
+    def _own(self, model: Model) -> Evaluation | None:
+        """Score a model by the answers or labels of the data; None if there are none."""
+        if not self.writes:
+            return self._ask(model) if self.raw.labels is not None else None
+        if self.raw.answers != "data":
+            return None
+        found, ones = perplexity(model, self.raw), np.ones(len(self.raw), dtype=np.int64)
+        assert found.exact is not None
+        return replace(found, accuracy=100.0 * float(found.exact.mean()), predicted=found.exact * ones, labels=ones)
+
+    def _row(self, name: str, found: Evaluation, own: Evaluation | None) -> RouteScore:
+        if found.predicted is None:
+            return RouteScore(name, found.bits_per_character, found=found)
+        agreement, flips, score = None, None, None
+        if self.answers is not None:
+            agreement = round(100.0 * float(np.mean(found.predicted == self.answers)), 3)
+        if own is not None:
+            score = own.accuracy if self.exact else own.bits_per_character
+        if self.right is not None and own is not None and own.right is not None:
+            flips = int(np.sum(self.right & ~own.right))
+        return RouteScore(name, score, agreement, flips, found=found, own=own)
+
+    def better(self, first: RouteScore, second: RouteScore) -> int:
+        """1 if the second is clearly nearer to the old model than the first, -1 if it is clearly farther, else 0."""
+        one, two = first.found, second.found
+        if one is None or two is None:
+            return 0
+        if one.predicted is not None and two.predicted is not None and self.answers is not None:
+            before, after = one.predicted == self.answers, two.predicted == self.answers
+            found = direction(int(np.sum(after & ~before)), int(np.sum(before & ~after)))
+            if found or not self.writes:
+                return found
+        if one.bits is None or two.bits is None or one.characters is None or two.characters is None:
+            return 0
+        return shift((one.bits, one.characters), (two.bits, two.characters))
+
+    def agrees(self, row: RouteScore) -> bool:
+        """Whether a model agrees with the old one, with certainty."""
+        if row.agreement is None or row.found is None:
+            return False
+        count = row.found.samples
+        return share_interval(round(row.agreement * count / 100), count)[0] >= AGREES
+
+    def choose(self, rows: list[RouteScore]) -> str | None:
+        """The route that is nearest to the old model, if it is clearly better than the target as it is."""
+        sound = [row for row in rows[2:] if row.found is not None and not row.note]
+        tried = [row for row in sound if self.better(rows[1], row) > 0]
+        best: RouteScore | None = None
+        for row in tried:  # a later route is dearer, and is taken only for more
+            if best is None or self._nearer(row, best):
+                best = row
+        return None if best is None else best.name
+
+    def _nearer(self, row: RouteScore, best: RouteScore) -> bool:
+        """Whether one route is nearer to the old model than another: by its answers, or by the bits of the old ones."""
+        if not self.writes and row.agreement is not None and best.agreement is not None:
+            return row.agreement > best.agreement
+        one, other = (None if each.found is None else each.found.bits_per_character for each in (row, best))
+        return one is not None and other is not None and one < other

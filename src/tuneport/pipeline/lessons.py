@@ -1,0 +1,311 @@
+"""What an old model teaches: own samples with its answers, samples of others, and samples that models write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..config import LessonsConfig, UpgradeConfig
+from ..data.choices import candidates_of
+from ..data.dataset import Dataset, as_prompts, joined
+from ..data.tasks import read_data
+from ..errors import DataError, MethodError, OptionError
+from ..measure.answers import answered, is_choice, is_passages
+from ..measure.fitted_heads import scores_by
+from ..measure.objectives import choose_objective
+from ..measure.samples import DatasetSamples
+from ..models.base import Model
+from ..models.heads import Head
+from ..models.open import open_model
+from ..models.weights import finetuned
+from ..report.provenance import identity_of
+from ..runtime.resume import Work, fingerprint
+from ..synthetic.generators import Generator, LocalGenerator, ServerGenerator
+from ..synthetic.samples import Frame, Task, Teacher, WrittenSamples, better_generator, write_samples
+from ..synthetic.state import TextState
+from ..task_vectors.vector import TaskVector
+from ..training.distill import Extra
+from ..types import Events, Sides
+
+HELD_OUT, MOST_HELD_OUT, FEWEST = 0.25, 400, 16  # share of the samples that judges, at most, and of all at least
+FEW = 64  # fewer own samples are all taught if written ones can judge
+Rows = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class OldModel:
+    """The fine-tuned source: what it answers, and what it can be taught from.
+
+    Args:
+        models: source and target.
+        vector: the change that makes the source the old model.
+        head: the source's, if it classifies.
+    """
+
+    models: Sides[Model]
+    vector: TaskVector
+    head: Head | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether it answers in words."""
+        return self.models.source.generates is not None and self.head is None
+
+    def tuned(self) -> AbstractContextManager[None]:
+        """A context in which the source has its fine-tune."""
+        return finetuned(self.models.source, self.vector)
+
+    def answers(self, data: Dataset, events: Events) -> tuple[Dataset, Rows]:
+        """Samples with its answers, and the places of those that have one; a classifier is asked while it teaches."""
+        if not self.writes or is_passages(data):
+            return data, np.arange(len(data))
+        with self.tuned():
+            found = answered(self.models.source, data, events.advance)
+        return found.data, found.kept
+
+    def teacher(self) -> Teacher:
+        """As the one that answers written samples."""
+        if self.writes:
+            return Teacher(self.models.source, self.tuned)
+        head = self.head
+        if head is None or self.models.source.reader is None:
+            raise OptionError("samples can be written for language models and for classifiers of texts alone.")
+
+        def classify(data: Dataset) -> Sequence[int]:
+            classes: Sequence[int] = np.asarray(scores_by(self.models.source, TaskVector({}), head, data)).argmax(-1)
+            return classes
+
+        return Teacher(self.models.source, self.tuned, head.classes, classify)
+
+
+@dataclass(frozen=True, eq=False)
+class Lessons:
+    """All that is taught: own samples with the old model's answers, and further ones; `about` is for the record."""
+
+    own: Dataset
+    extra: Extra | None = None
+    about: Mapping[str, Any] | None = None
+    texts: tuple[str, ...] = ()
+
+    def files(self, keep: bool) -> dict[str, str]:
+        """The written texts as a file beside the output, if they are kept."""
+        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in self.texts)
+        return {"texts.jsonl": "".join(lines)} if keep and self.texts else {}
+
+
+def read_own(data: str | Path | Dataset, config: LessonsConfig) -> Dataset:
+    """Own samples, from the training split."""
+    read = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False, columns=config.columns)
+    return read if config.template is None else as_prompts(read, config.template)
+
+
+def texts_of_test_split(data: Any, config: LessonsConfig) -> Sequence[str]:
+    """The texts of the test split of the data, with which written samples are compared; none without one."""
+    if not isinstance(data, (str, Path)):
+        return ()
+    try:
+        found = read_data(data, "test", labelled=False, columns=config.columns)
+    except DataError:
+        return ()
+    return [] if found.split == "all" or found.kind != "text" else [Frame().text(sample) for sample in found.inputs]
+
+
+def read_extra(old: OldModel, own: Dataset, config: LessonsConfig, events: Events) -> Dataset | None:
+    """The samples of `extra`, in the form of the own ones and with the old model's answers."""
+    if config.extra is None:
+        return None
+    found = replace(read_data(config.extra, "train", labelled=False), labels=None, classes=(), choices=None)
+    if found.kind != own.kind:
+        raise DataError(f"`extra` has {found.kind}s, and the own samples are {own.kind}s: give {own.kind}s.")
+    if not old.writes:
+        return replace(found, targets=None)
+    if is_passages(own):
+        raise DataError("own samples are passages, which teach themselves: `extra` would teach what it says.")
+    frame, bare = Frame.of(own, config.template), Frame()
+    asked = replace(found, inputs=[frame.sample(bare.text(sample)) for sample in found.inputs], targets=None)
+    if is_choice(own):
+        return replace(asked, choices=[candidates_of(own)[0]] * len(asked))
+    return old.answers(replace(asked, answers="none"), events)[0]
+
+
+def with_answers_of_data(own: Dataset, taught: Dataset, rows: Rows) -> Dataset:
+    """The samples that the old model has answered, each before the same with the answer of the data."""
+    if is_choice(own) or own.answers == "none" or is_passages(own):
+        raise DataError(f'{own} has no written answers: `labels="data"` goes with chats, or prompts with a target.')
+    both = joined(taught, replace(own.subset(rows), answers="teacher"))
+    return both.subset(np.arange(len(both)).reshape(2, -1).T.ravel())
+
+
+def write(
+    old: OldModel,
+    own: Dataset | None,
+    config: LessonsConfig,
+    *,
+    test: Sequence[str] = (),
+    work: Work | None = None,
+    events: Events,
+) -> WrittenSamples:
+    """Let a generator write samples and the old model answer them; texts of a `test` split are compared with them."""
+    task = Task(own, config.describe or "", config.template, config.synthetic or 0, config.seed)
+    generator = _generator(old, config, task)
+    state = None
+    if work is not None:
+        work.make_folder()
+        state = TextState(work.folder / "texts.json", {"conditions": fingerprint(work.conditions)})
+    events.step(f"{generator.name} writes samples")
+    return write_samples(old.teacher(), generator, task, test=test, state=state, events=events)
+
+
+def _generator(old: OldModel, config: LessonsConfig, task: Task) -> Generator:
+    """What writes: as asked for, or the better of target and source."""
+    if config.generator_url is not None:
+        return ServerGenerator(config.generator_url)
+    source, target = old.models
+    if config.generator is not None:
+        dtype = next(target.module.parameters()).dtype
+        code = config.trust_remote_code
+        return LocalGenerator(open_model(config.generator, device=target.device, dtype=dtype, trust_remote_code=code))
+    if not old.writes or source.generates != "causal":
+        raise OptionError("a classifier writes no samples: name a model that does with `generator`, or leave them out.")
+    return LocalGenerator(better_generator(target, source, task))
+
+
+def lessons_of(
+    old: OldModel,
+    own: Dataset | None,
+    config: LessonsConfig,
+    *,
+    written: bool,
+    test: Sequence[str] = (),
+    work: Work | None = None,
+    events: Events,
+) -> Lessons:
+    """What is taught: own samples as the old model answers them, extra ones, and those that a generator writes."""
+    found = write(old, own, config, test=test, work=work, events=events) if written else None
+    about = None if found is None else {**found.record(), "licences": licences(old, config)}
+    texts = () if found is None else found.texts
+    if own is None:
+        assert found is not None
+        return Lessons(found.data, None, about, texts)
+    events.step("the old model answers")
+    taught, rows = old.answers(own, events)
+    if config.labels == "data":
+        taught = with_answers_of_data(own, taught, rows)
+    more = read_extra(old, own, config, events)
+    if more is not None and found is not None:
+        return Lessons(taught, Extra(joined(found.data, more)), about, texts)
+    if more is not None:
+        return Lessons(taught, Extra(more))
+    return Lessons(taught, None if found is None else Extra(found.data, like_own=True), about, texts)
+
+
+def licences(old: OldModel, config: LessonsConfig) -> dict[str, str | None]:
+    """Of the models whose words are in the written samples."""
+    models = {"source": old.models.source, "target": old.models.target}
+    known = {name: identity_of(model).get("license") for name, model in models.items()}
+    return known if config.generator is None else {**known, "generator": identity_of(config.generator).get("license")}
+
+
+def samples_of(models: Sides[Model], data: Dataset, heads: Sides[Head] | None) -> DatasetSamples:
+    """All samples of a data set, for both models."""
+    objective = choose_objective(data, models)
+    count = len(data)
+    return DatasetSamples(models, data, np.arange(count), heads, count, objective)
+
+
+@dataclass(frozen=True, eq=False)
+class UpgradeSamples:
+    """The samples: own ones and written ones, those that are taught and those that judge.
+
+    What a property needs is written or answered when it is read first.
+    """
+
+    old: OldModel
+    data: Any
+    drawn: Dataset | None
+    config: UpgradeConfig
+    work: Work | None
+    events: Events
+
+    @property
+    def few(self) -> bool:
+        """Whether own samples are too few to be divided, and written ones judge."""
+        writes = "synthetic" in self.config.routes and self.old.writes
+        return writes and (self.drawn is None or len(self.drawn) < FEW)
+
+    @cached_property
+    def written(self) -> WrittenSamples:
+        """Samples that a generator has written; own ones that judge are not shown to it."""
+        test = texts_of_test_split(self.data, self.config)
+        return write(self.old, self._taught_raw, self.config, test=test, work=self.work, events=self.events)
+
+    @cached_property
+    def _judges(self) -> int:
+        count = len(self.written.data) if self.few else len(self.drawn or ())
+        if not self.few and count < FEWEST:
+            raise DataError(f"an upgrade needs at least {FEWEST} own samples, and there are {count}.")
+        return min(round(HELD_OUT * count), MOST_HELD_OUT)
+
+    @cached_property
+    def _taught_raw(self) -> Dataset | None:
+        if self.drawn is None or self.few:
+            return self.drawn
+        return self.drawn.subset(np.arange(self._judges, len(self.drawn)))
+
+    @cached_property
+    def raw_held_out(self) -> Dataset:
+        """The samples that judge, with the labels and answers of the data, without those that nobody can answer."""
+        if self.few or self.drawn is None:
+            return self.held_out
+        return self.drawn.subset(np.arange(self._judges)).subset(self._answered[1])
+
+    @cached_property
+    def _answered(self) -> tuple[Dataset, NDArray[np.int64]]:
+        assert self.drawn is not None
+        return self.old.answers(self.drawn.subset(np.arange(self._judges)), self.events)
+
+    @cached_property
+    def held_out(self) -> Dataset:
+        """The samples that judge, with the old model's answers."""
+        if self.few:
+            return self.written.data.subset(np.arange(self._judges))
+        return self._answered[0]
+
+    @cached_property
+    def own(self) -> Dataset:
+        """The own samples that are taught, with the old model's answers; written ones if there are none."""
+        if self._taught_raw is None:
+            return self._written_rest
+        found, rows = self.old.answers(self._taught_raw, self.events)
+        if self.config.labels == "data":
+            return with_answers_of_data(self._taught_raw, found, rows)
+        return found
+
+    @property
+    def _written_rest(self) -> Dataset:
+        return self.written.data.subset(np.arange(self._judges if self.few else 0, len(self.written.data)))
+
+    def of(self, route: str) -> Lessons:
+        """What a route teaches: own samples, for synthetic also extra or written ones."""
+        if route == "distill":
+            if self.drawn is None or len(self.own) < FEWEST // 2:
+                raise MethodError("there are too few own samples")
+            return Lessons(self.own)
+        extra = None if self._taught_raw is None else read_extra(self.old, self._taught_raw, self.config, self.events)
+        if extra is not None and not self.config.describe and not self.config.generator and not self.old.writes:
+            return Lessons(self.own, Extra(extra))
+        about = {**self.written.record(), "licences": licences(self.old, self.config)}
+        if self.drawn is None:
+            return Lessons(self.own, None, about, self.written.texts)
+        more = self._written_rest
+        if extra is None:
+            return Lessons(self.own, Extra(more, like_own=True), about, self.written.texts)
+        return Lessons(self.own, Extra(joined(more, extra)), about, self.written.texts)
