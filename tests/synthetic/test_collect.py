@@ -126,6 +126,34 @@ def test_answers_that_are_not_to_choose_from_are_dropped() -> None:
     assert set(found.answers or ()) == {"thing"}
 
 
+def test_answers_that_many_texts_share_are_topped_up_as_if_they_were_given() -> None:
+    fake = Fake(obedient)
+    prompts = Prompts(SEEDS, answers=("fruit", "fruit", "thing", "thing"))
+    found = collect(fake, prompts, Goal(count=400), answer=kind)
+    counts = Counter(found.answers)
+    assert len(found.texts) == 400
+    assert set(counts) == {"fruit", "thing"}
+    assert counts["fruit"] >= 400 // (2 * 2)
+    assert fake.headers['Examples with the answer "fruit":'] > 0
+
+
+def test_rare_answers_are_dropped_where_answers_are_labels() -> None:
+    def odd(texts: Sequence[str]) -> list[str]:
+        return [f"odd {text[12:16]}" if text[12] == "1" else one for text, one in zip(texts, kind(texts), strict=True)]
+
+    found = collect(Fake(), Prompts(SEEDS), Goal(count=400), answer=odd)
+    assert set(found.answers or ()) == {"fruit", "thing"}
+    assert found.dropped["rare answer"]["given to few texts"] > 0
+
+
+def test_answers_of_their_own_are_neither_dropped_nor_asked_for() -> None:
+    fake = Fake()
+    found = collect(fake, Prompts(SEEDS), Goal(count=400), answer=lambda texts: [text[::-1] for text in texts])
+    assert len(found.texts) == 400
+    assert "rare answer" not in found.dropped
+    assert set(fake.headers) == {"Examples:"}
+
+
 def test_the_temperature_follows_what_is_dropped() -> None:
     bad = Fake(lambda text, _: text if text[12] in "012" else "short")
     collect(bad, Prompts(SEEDS), Goal(count=400, coolest=0.8))

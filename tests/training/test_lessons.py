@@ -22,7 +22,7 @@ from tuneport.models.open import open_model
 from tuneport.pipeline.lessons import samples_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.augment import Reader, _encode
-from tuneport.training.distill import OWN, Extra, _lessons, distill
+from tuneport.training.distill import OWN, Extra, Mark, _lessons, distill, last_is_best
 from tuneport.training.matching import matching_of, unlabelled
 from tuneport.training.state import StateFile
 from tuneport.training.student import student_of
@@ -42,6 +42,38 @@ def own(models: Sides[Model], count: int) -> DatasetSamples:
 
 def extra(count: int, **more: Any) -> Extra:
     return Extra(TAUGHT.subset(np.arange(len(TAUGHT) - count, len(TAUGHT))), **more)
+
+
+class TestWhichStateIsKept:
+    """States with four groups of held-out samples; each state is given by their losses."""
+
+    @staticmethod
+    def kept(*groups: tuple[float, ...], neutral: tuple[float, ...] = (), most: float = 1.05) -> list[bool]:
+        forgotten = neutral or (1.0,) * len(groups)
+        curve = [
+            Mark(10 * number, None, sum(group) / len(group), 0.0, loss)
+            for number, (group, loss) in enumerate(zip(groups, forgotten, strict=True))
+        ]
+        return [last_is_best(curve[:count], groups[:count], most) for count in range(1, len(curve) + 1)]
+
+    def test_the_last_of_states_that_differ_by_chance(self) -> None:
+        assert self.kept((4.0, 4.0, 4.0, 4.0), (1.0, 2.0, 1.0, 2.0), (2.0, 1.0, 1.5, 1.9)) == [True, True, True]
+
+    def test_a_state_that_is_worse_on_all_samples_is_not_kept(self) -> None:
+        assert self.kept((4.0, 4.0, 4.0, 4.0), (1.0, 2.0, 1.0, 2.0), (1.4, 2.5, 1.5, 2.4)) == [True, True, False]
+
+    def test_the_start_stays_unless_a_state_is_better(self) -> None:
+        assert self.kept((4.0, 4.0, 4.0, 4.0), (3.0, 5.0, 3.0, 5.1)) == [True, False]
+
+    def test_a_state_that_has_forgotten_neither_is_kept_nor_counts(self) -> None:
+        groups = (4.0, 4.0, 4.0, 4.0), (1.0, 1.0, 1.0, 1.0), (2.0, 2.1, 2.0, 2.1)
+        assert self.kept(*groups, neutral=(1.0, 1.06, 1.0)) == [True, False, True]
+        assert self.kept(*groups, neutral=(1.0, 1.04, 1.0)) == [True, True, False]
+
+    def test_samples_that_are_judged_together_keep_the_lowest(self) -> None:
+        curve = [Mark(step, None, loss, 0.0) for step, loss in ((0, 3.0), (10, 1.0), (20, 1.1))]
+        assert not last_is_best(curve, [[], [], []], float("inf"))
+        assert last_is_best(curve[:2], [[], []], float("inf"))
 
 
 class TestExtra:

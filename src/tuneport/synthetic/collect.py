@@ -31,6 +31,9 @@ UNKNOWN = "answer"  # the filter of answers that are not among those to choose f
 COLLAPSED = 0.9  # the share of one answer that is too much
 FEW_ANSWERS = 0.25  # the share of answers that is too few
 TOLD = 0.5  # the share of texts that a probe tells from own ones that is too much
+GIVEN = 3  # texts that an answer is given to, if it is one of a kind that many texts share
+SHARED = 0.5  # the least share of texts with such an answer if the answers are labels
+RARE = "rare answer"
 
 Answer = Callable[[Sequence[str]], Sequence[str]]
 
@@ -122,7 +125,7 @@ def collect(
     """
     if filters is None:
         filters = (Form.of(prompts), NearDuplicates(prompts.seeds))
-    names, choices = [one.name for one in (*filters, *judges)], prompts.choices
+    names = [one.name for one in (*filters, *judges)]
     conditions = {
         "generator": generator.name,
         "prompts": asdict(prompts),
@@ -131,8 +134,9 @@ def collect(
     }
     saved = state.load(conditions) if state is not None else None
     now = saved or Rounds(goal.temperature)
-    while not _complete(now, goal, choices):
+    while not _complete(now, goal, labels_of(now, prompts)):
         started = time.perf_counter()
+        choices = labels_of(now, prompts)
         requests = _requests(now, prompts, goal, choices)
         sampling = Sampling(goal.max_new_tokens, now.temperature, goal.top_p, prompts.stops, _seed(goal, now.round))
         written = generator.write([request.prompt for request in requests], sampling, advance)
@@ -143,7 +147,7 @@ def collect(
         for one in filters:
             new = _filtered(one, new, kept, now)
         if answer is not None:
-            new = _answered(answer, new, choices, now)
+            new = _answered(answer, new, prompts.choices, now)
         for one in judges:
             new = _filtered(one, new, kept, now)
         _place(now, new, goal, choices)
@@ -154,7 +158,7 @@ def collect(
         now.seconds += time.perf_counter() - started
         if state is not None:
             state.save(conditions, now)
-    found = (now.kept + now.spare)[: goal.count]
+    found = _without_rare(now, prompts)[: goal.count]
     collected = Collected(
         tuple(text for text, _ in found),
         None if answer is None else tuple(str(given) for _, given in found),
@@ -220,6 +224,31 @@ def _lacking(now: Rounds, goal: Goal, choices: Sequence[str]) -> dict[str, int]:
     return {choice: wanted - have[choice] for choice in choices if have[choice] < wanted}
 
 
+def labels_of(now: Rounds, prompts: Prompts) -> tuple[str, ...]:
+    """The answers to choose from; or, if most texts share theirs with others, the answers that several texts have.
+
+    >>> prompts = Prompts(("a?",), answers=("yes",))
+    >>> now = Rounds(1.0, kept=[(f"{n}?", "yes" if n % 2 else "no") for n in range(400)])
+    >>> labels_of(now, prompts), labels_of(Rounds(1.0), prompts)
+    (('yes', 'no'), ())
+    """
+    given = [answer for _, answer in (*now.kept, *now.spare) if answer is not None]
+    if prompts.choices or len(given) < FIRST // 2:
+        return prompts.choices
+    counts = Counter([*prompts.answers, *given])
+    labels = tuple(label for label, count in counts.items() if count >= GIVEN)
+    return labels if sum(counts[label] for label in labels) >= SHARED * counts.total() else ()
+
+
+def _without_rare(now: Rounds, prompts: Prompts) -> list[tuple[str, str | None]]:
+    """All texts, without those whose answer is no label although answers are labels."""
+    found, labels = now.kept + now.spare, {*labels_of(now, prompts), *prompts.answers}
+    if not labels_of(now, prompts):
+        return found
+    now.count(RARE, [None if given in labels else "given to few texts" for _, given in found])
+    return [(text, given) for text, given in found if given in labels]
+
+
 def _requests(now: Rounds, prompts: Prompts, goal: Goal, choices: Sequence[str]) -> list[Request]:
     """What is asked in this round: half of it answer by answer, if answers are thin."""
     missing = goal.count - len(now.kept)
@@ -230,6 +259,8 @@ def _requests(now: Rounds, prompts: Prompts, goal: Goal, choices: Sequence[str])
     found = prompts.requests(now.asked, count - named)
     start = now.asked + count - named
     ends = [named * total // sum(lacking.values()) for total in accumulate(lacking.values())]
+    if lacking and not prompts.choices:
+        prompts = prompts.showing([(text, given) for text, given in now.kept if given is not None])
     for choice, (begin, end) in zip(lacking, pairwise([0, *ends]), strict=True):
         found += prompts.requests(start + begin, end - begin, choice)
     return found

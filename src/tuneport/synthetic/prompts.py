@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..errors import DataError
 
 HEADER = "Examples:"
+NAMED = "Examples with the answer"
 MARK = "###"  # before each sample, if samples have several lines
 MOST_SHOWN = 6000  # characters of the samples in one prompt
 START = re.compile(r"\S+(?:\s+\S+){0,5}")  # the first words of a passage
@@ -40,7 +41,7 @@ class Prompts:
     Args:
         seeds: seed samples, without their answers.
         describe: one sentence about the samples.
-        answers: the teacher's answer to each seed sample, if there are answers to choose from.
+        answers: the teacher's answer to each seed sample, if it gives any.
         choices: the answers to choose from; others are dropped, and thin ones are asked for by name.
         passages: the samples are passages, which the teacher writes itself, from nothing or after the first words of
             a seed sample.
@@ -77,7 +78,7 @@ class Prompts:
     @property
     def headers(self) -> tuple[str, ...]:
         """The lines of a prompt that are no samples."""
-        named = [_named(answer) for answer in dict.fromkeys(self.answers)]
+        named = (NAMED,) if self.answers else ()
         return tuple(line for line in (self.describe.strip(), HEADER, *named, MARK) if line)
 
     def sample(self, request: Request, text: str) -> str:
@@ -96,6 +97,11 @@ class Prompts:
         if quoted and not any(seed.strip().startswith(sample[0]) for seed in self.seeds):
             sample = sample[1:-1].strip()
         return sample
+
+    def showing(self, samples: Sequence[tuple[str, str]]) -> Prompts:
+        """The same with further samples to show, each with its answer."""
+        known = [*zip(self.seeds, self.answers, strict=False), *samples]
+        return replace(self, seeds=tuple(text for text, _ in known), answers=tuple(answer for _, answer in known))
 
     def requests(self, first: int, count: int, answer: str | None = None) -> list[Request]:
         """The requests from number `first` on; with `answer`, for samples with this answer."""
@@ -149,7 +155,7 @@ class Prompts:
 
 
 def _named(answer: str) -> str:
-    return f'Examples with the answer "{answer.strip()}":'
+    return f'{NAMED} "{answer.strip()}":'
 
 
 @lru_cache(maxsize=64)

@@ -201,12 +201,12 @@ def write_samples(
                 return [teacher.names[place] for place in teacher.classify(asked(texts))]
             return written_answers(teacher.model, asked(texts))
 
-    if seeds and choices:
+    if seeds and not passages:
         prompts = replace(prompts, answers=tuple(answer(seeds)))
     filters: list[Filter] = [Form.of(prompts), NearDuplicates(tuple(seeds))]
     judges: list[Filter] = []
     if not passages and teacher.classify is None:
-        judges.append(_doubt(teacher, asked, seeds, answer(seeds) if seeds else []))
+        judges.append(_doubt(teacher, asked, seeds, prompts.answers))
     if len(seeds) >= 10 and teacher.model.layers and not passages:
         probed = _features(teacher.model, seeds)
         judges.append(Probe(probed, lambda texts: _features(teacher.model, texts), seed=task.seed))

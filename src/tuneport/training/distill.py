@@ -2,16 +2,16 @@
 
 Both models answer the same samples, augmented where that is possible, and the student's answers are drawn towards the
 teacher's. A part of the own samples is held out: the state whose held-out answers are nearest to the teacher's is kept,
-and that may be the start. Other samples, of anything, can be taught beside the own ones. A language model is anchored
-at what it predicts on neutral passages, and a state that has forgotten them is not kept. A run can be saved and
-continued with the same bits.
+or the last one that is as near within chance; that may be the start. Other samples, of anything, can be taught beside
+the own ones. A language model is anchored at what it predicts on neutral passages, and a state that has forgotten them
+is not kept. A run can be saved and continued with the same bits.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -52,6 +52,8 @@ STEPS, MOST_STEPS, EPOCHS = 300, 2000, 10  # of a run whose steps follow from th
 RATE = 0.12  # the learning rate of a model of width one
 LORA_RATE = 5.0  # times that of all weights
 VIEWS = 4  # augmented copies of each held-out sample
+GROUPS = 10  # of held-out samples, whose losses show how sure their mean is
+ERRORS = 2.0  # standard errors by which a later state may seem worse than the best
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,7 @@ class _Run:
         self.losses: list[Tensor] = []  # since the last mark
         self.known: dict[int, Any] = {}  # answers of the teacher to held-out batches
         self.curve: list[Mark] = []
+        self.groups: list[list[float]] = []  # losses of the groups of held-out samples, of each mark
         self.best: Mapping[str, Tensor] = {}
         self.best_step = 0
 
@@ -241,6 +244,7 @@ class _Run:
         self.best = {name: tensors[f"best.{name}"] for name in self.trained}
         self.losses = list(tensors["losses"]) if "losses" in tensors else []
         self.curve, self.best_step = [Mark(**mark) for mark in content["curve"]], content["best"]
+        self.groups = content["groups"]
         return int(content["step"])
 
     def save(self, step: int, saved: StateFile) -> None:
@@ -251,7 +255,8 @@ class _Run:
             tensors |= {f"adam.{number}.{key}": torch.as_tensor(value) for key, value in state.items()}
         if self.losses:
             tensors["losses"] = torch.stack(self.losses)
-        saved.save(tensors, {"step": step, "best": self.best_step, "curve": [asdict(mark) for mark in self.curve]})
+        curve = [asdict(mark) for mark in self.curve]
+        saved.save(tensors, {"step": step, "best": self.best_step, "curve": curve, "groups": self.groups})
 
     def ask_once(self, reader: Reader, size: int) -> Tensor:
         """The teacher's scores (N, K) of all samples, which stay as they are while the student learns."""
@@ -266,7 +271,7 @@ class _Run:
         return self.matching.loss(wanted[:, : found.shape[1]] if self.matching.asked_once else wanted, found)
 
     def mark(self, step: int, exam: Reader) -> None:
-        """Add a point to the curve, and keep the state if it is the best so far."""
+        """Add a point to the curve, and keep the state if none before it is better beyond chance."""
         losses, agreements = [], []
         with torch.no_grad():
             for number, (count, batch) in enumerate(self._batches(exam)):
@@ -291,18 +296,19 @@ class _Run:
         if self.neutral is not None:
             with self.precision:
                 neutral = self.neutral.loss(self.student)
-        kept = self.neutral is None or neutral is None or neutral <= (1 + TOLERANCE) * self.neutral.base
-        if not self.curve or (kept and loss < self.curve[self._best_mark()].held_out_loss):
+        self.curve.append(Mark(step, taught, loss, agreement, neutral))
+        self.groups.append([float(value) for _, value in losses] if self.matching.apart else [])
+        most = math.inf if self.neutral is None else (1 + TOLERANCE) * self.neutral.base
+        if last_is_best(self.curve, self.groups, most):
             self.best = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.trained.items()}
             self.best_step = step
-        self.curve.append(Mark(step, taught, loss, agreement, neutral))
-
-    def _best_mark(self) -> int:
-        return next(number for number, mark in enumerate(self.curve) if mark.step == self.best_step)
 
     def _batches(self, exam: Reader) -> Iterator[tuple[int, Sides[Encoded]]]:
         """The held-out samples and, where the teacher can judge them, the same views of them each time, with counts."""
-        rows = passes(torch.arange(len(exam.samples)), self.matching.pass_size)
+        size = self.matching.pass_size
+        if self.matching.apart:
+            size = min(size, math.ceil(len(exam.samples) / GROUPS))
+        rows = passes(torch.arange(len(exam.samples)), size)
         yield from ((len(part), exam.plain(part.numpy())) for part in rows)
         for copy, part in product(range(VIEWS if self.matching.augmented else 0), rows):
             with torch.random.fork_rng(devices=[]):
@@ -316,6 +322,26 @@ class _Run:
                 with torch.no_grad():
                     wanted = self.matching.ask.source(self.teacher, batch.source)
             return wanted, self.matching.ask.target(self.student, batch.target)
+
+
+def last_is_best(curve: Sequence[Mark], groups: Sequence[Sequence[float]], most: float) -> bool:
+    """Whether the last state is better than the start, and no state is better than it beyond chance.
+
+    Args:
+        curve: the states so far; the first one is the start.
+        groups: of each state, the losses of groups of held-out samples; empty if they are judged together.
+        most: the loss on neutral passages above which a state has forgotten too much.
+    """
+    first, last = curve[0], curve[-1]
+    if last is first:
+        return True
+    sound = [number for number, mark in enumerate(curve) if mark.neutral is None or mark.neutral <= most or not number]
+    if sound[-1] != len(curve) - 1 or last.held_out_loss >= first.held_out_loss:
+        return False
+    lowest = min(sound, key=lambda number: curve[number].held_out_loss)
+    behind = np.subtract(groups[-1], groups[lowest])
+    error = float(behind.std(ddof=1)) / math.sqrt(len(behind)) if len(behind) > 2 else 0.0
+    return last.held_out_loss - curve[lowest].held_out_loss <= ERRORS * error
 
 
 def _comparable(samples: DatasetSamples, matching: Matching) -> DatasetSamples:

@@ -47,7 +47,8 @@ class Matching:
     update, in passes of `pass_size`. `augmented` says whether the teacher can judge augmented samples. `own_loss` is
     that of a student's answers alone: texts say what was to be written, whatever the teacher thinks of them.
     `comparable` (N,) says which samples of a batch have anything to compare; None if all have. A teacher that is
-    `asked_once` gives scores (N, K) of samples that are never augmented.
+    `asked_once` gives scores (N, K) of samples that are never augmented. Held-out samples that are judged `apart` show
+    how sure their mean is.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Matching:
     own_loss: Callable[[Any], Tensor] | None = None
     comparable: Callable[[Sides[Encoded]], Tensor] | None = None
     asked_once: bool = False
+    apart: bool = False
 
 
 def unlabelled(samples: DatasetSamples) -> DatasetSamples:
@@ -207,7 +209,9 @@ def _of_answers(models: Sides[Model]) -> Matching:
         return torch.tensor(sides.target.counts) > 1
 
     asked = Sides(*map(ask, models))
-    return Matching("answers", asked, _answer_loss, _same_class, 16, 16, comparable=comparable, asked_once=True)
+    return Matching(
+        "answers", asked, _answer_loss, _same_class, 16, 16, comparable=comparable, asked_once=True, apart=True
+    )
 
 
 def _answer_loss(teacher: Tensor, student: Tensor) -> Tensor:
@@ -241,6 +245,7 @@ def _of_tokens(models: Sides[Model]) -> Matching:
         16,
         own_loss=_text_loss,
         comparable=comparable,
+        apart=True,
     )
 
 
@@ -298,4 +303,4 @@ def _of_texts(models: Sides[Model]) -> Matching:
         wanted = labels != UNLABELLED
         return (scores[wanted].argmax(-1) == labels[wanted]).float().mean()
 
-    return Matching("texts", Sides(lambda *_: None, ask), loss, agreement, 16, 16, comparable=comparable)
+    return Matching("texts", Sides(lambda *_: None, ask), loss, agreement, 16, 16, comparable=comparable, apart=True)
