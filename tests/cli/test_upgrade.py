@@ -127,3 +127,26 @@ def test_wrong_options_are_refused(options: dict[str, Any], error: type[Exceptio
 def test_too_few_samples_are_refused(zoo: Zoo, tuned: Path, images: Path) -> None:
     with pytest.raises(DataError, match="at least 16 own samples"):
         upgrade(zoo["vit-base"], tuned, zoo["vit-base"], images, samples=12)
+
+
+def test_labels_of_the_data_are_neither_needed_nor_used(zoo: Zoo, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    pixels, labels = rng.integers(0, 256, (24, 16, 16, 3), dtype=np.uint8), rng.integers(0, 3, 24)
+    np.savez(tmp_path / "plain.npz", x_train=pixels)
+    np.savez(tmp_path / "labelled.npz", x_train=pixels, y_train=labels, classes=np.array(["cat", "dog", "owl"]))
+    found = [
+        upgrade(
+            *zoo.trio("clip_vision"),
+            tmp_path / f"{name}.npz",
+            head="animals",
+            routes="port,distill",
+            steps=2,
+            accept_unlikely=True,
+        )
+        for name in ("plain", "labelled")
+    ]
+    agreements = [[row.agreement for row in each.routes] for each in found]
+    assert agreements[0] == agreements[1]
+    assert len(agreements[0]) == 4
+    assert None not in agreements[0]
+    assert [each.routes[1].score is None for each in found] == [True, False]

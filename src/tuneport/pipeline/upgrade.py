@@ -219,7 +219,8 @@ def _transfer_config(config: UpgradeConfig, target: Model | None = None) -> Tran
     writes = target is not None and target.generates is not None
     as_ = config.as_ or ("adapter" if writes else "model")
     rank = (config.rank or RANK) if as_ == "adapter" else None
-    return TransferConfig(labels=None, as_=as_, rank=rank, **given)
+    labels: Any = None if target is None or writes else "source"  # those of the data are reported, and not used
+    return TransferConfig(labels=labels, as_=as_, rank=rank, **given)
 
 
 @dataclass(frozen=True, eq=False)
