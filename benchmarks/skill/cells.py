@@ -1,4 +1,4 @@
-"""The cells of the table: pairs of models, tasks, arms.
+"""The cells of the table, and what those of language models are made of: pairs, tasks, arms.
 
 A task knows its samples, how a prompt reads, one sentence about its prompts, and how it is scored. Test parts are
 fixed: neither a draw nor an option changes them, except `--small`, whose rows say so.
@@ -10,7 +10,7 @@ import gzip
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +22,11 @@ PAIRS = (
     "qwen-coder-0.5b>qwen-coder-1.5b",
     "smollm2-135m>tinyllama-1.1b",
 )
-ONCE = ("old", "target", "all-data", "cross-lora")  # arms without a draw
 ARMS = (
-    *ONCE,
+    "old",
+    "target",
+    "all-data",
+    "cross-lora",
     "few-shot@100",
     "copy@100",
     "theseus@100",
@@ -248,38 +250,12 @@ class Cell:
         return f"{self.pair.replace('>', '-to-')}-{self.task}-{self.label.replace('@', '-')}{draw}"
 
 
-def cells_of(pairs: Sequence[str], tasks: Sequence[str], arms: Sequence[str], draws: Sequence[int]) -> list[Cell]:
-    """All cells that are asked for, draw by draw, so that the first draw is complete first."""
+def cells_of(places: Sequence[tuple[str, str]], arms: Sequence[str], draws: Sequence[int]) -> list[Cell]:
+    """All cells of pairs and tasks, draw by draw, so that the first draw is complete first; others have none."""
     made = []
     for draw in draws:
-        for pair in pairs:
-            for task in tasks:
-                for label in arms:
-                    arm, _, count = label.partition("@")
-                    cell = Cell(pair, task, arm, int(count) if count else None, draw)
-                    made.append(replace(cell, draw=None) if arm in ONCE else cell)
+        for pair, task in places:
+            for label in arms:
+                arm, _, count = label.partition("@")
+                made.append(Cell(pair, task, arm, int(count), draw) if count else Cell(pair, task, arm, None, None))
     return list(dict.fromkeys(made))
-
-
-def check_arms(arms: Sequence[str]) -> None:
-    """Refuse an arm that nobody knows, or without its number of samples."""
-    kinds = {arm.partition("@")[0] for arm in ARMS}
-    for label in arms:
-        arm, _, count = label.partition("@")
-        if arm not in kinds or (arm in ONCE) != (count == "") or (count and not count.isdigit()):
-            raise SystemExit(f"unknown arm {label!r}; known: {', '.join(ARMS)}, or another number of samples.")
-
-
-def check_pairs(pairs: Sequence[str]) -> None:
-    """Refuse what is no pair."""
-    for pair in pairs:
-        if len(pair.split(">")) != 2:
-            raise SystemExit(f"{pair!r} is no pair; write SOURCE>TARGET, such as {PAIRS[0]}.")
-
-
-def missing_inputs(models: Path, shared: Path, pairs: Sequence[str], tasks: Sequence[str]) -> list[str]:
-    """What must be there and is not, in words."""
-    names = dict.fromkeys(name for pair in pairs for name in pair.split(">"))
-    found = [f"model {models / name}" for name in names if not (models / name / "config.json").is_file()]
-    files = [TASKS[task].file for task in tasks] + [NEUTRAL_FILE]
-    return found + [f"data {shared / file}" for file in dict.fromkeys(files) if not (shared / file).is_file()]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.skill.cells import Sample, Schedule, Task
+from benchmarks.skill.place import fast_products
 from benchmarks.skill.scores import exact, percent, slot_f1
 
 RANK, ALPHA = 16, 32
@@ -107,7 +108,7 @@ class LanguageModel:
         optimizer = torch.optim.AdamW(trained, lr=schedule.rate, weight_decay=0.0, fused=cuda)
         rows = [self.encode(sample, ended=True) for sample in samples]
         batches = _batches(len(rows), schedule.batch, random.Random(seed))
-        with _fast_products():
+        with fast_products():
             for step in range(schedule.steps):
                 for group in optimizer.param_groups:
                     group["lr"] = schedule.rate * _share(step, schedule.steps)
@@ -245,14 +246,3 @@ def _groups(order: Sequence[int], rows: Sequence[tuple[list[int], int]], most: i
         part.append(at)
     if part:
         yield part
-
-
-@contextmanager
-def _fast_products() -> Iterator[None]:
-    """Context in which a GPU multiplies in TF32: for training, not for scores."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -18,10 +18,10 @@ RANK = 16  # of a student's LoRA
 
 @dataclass(frozen=True)
 class Inputs:
-    """Folders of the models and the old LoRA; what the machine is."""
+    """Folders of the models, and of the old LoRA or model; what the machine is."""
 
     source: Path
-    adapter: Path
+    tuned: Path
     target: Path
     device: str
     dtype: str
@@ -45,7 +45,7 @@ def take(
     """
     import tuneport
 
-    models = str(inputs.source), str(inputs.adapter), str(inputs.target)
+    models = str(inputs.source), str(inputs.tuned), str(inputs.target)
     options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
     if cell.arm in CLOSED_FORMS:
         data = write_samples([{"text": sample.prompt or sample.answer} for sample in samples], out)
@@ -71,6 +71,71 @@ def take(
     found = tuneport.upgrade(*models, data, **options)
     if found.chosen is not None:
         found.save(out)
+    return about_upgrade(found)
+
+
+def take_tower(
+    cell: Cell, data: Path, count: int, extra: Path | None, inputs: Inputs, out: Path, steps: int | None
+) -> dict[str, Any]:
+    """Let tuneport distill a vision tower, or upgrade it, on a file with images, and write the model to `out`.
+
+    Returns:
+        What tuneport says of it.
+    """
+    import tuneport
+
+    options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
+    options |= {"steps": steps, "head": cell.task}
+    if cell.arm in ("distill", "extra"):
+        more = {"extra": None if extra is None else str(extra), "samples": count}
+        result = tuneport.distill(str(inputs.tuned), str(inputs.target), str(data), **more, **options)
+        result.save(out)
+        return {key: result.record[key] for key in ("distilled", "seconds")}
+    return _upgraded(cell, str(data), inputs, out, **options)
+
+
+def take_classifier(
+    cell: Cell, data: Path, count: int, extra: Path | None, inputs: Inputs, out: Path, steps: int | None
+) -> dict[str, Any]:
+    """Let tuneport bring a classifier to another encoder, on a file with texts, and write the model to `out`.
+
+    Returns:
+        What tuneport says of it.
+    """
+    import tuneport
+    from tuneport.data.tasks import read_data
+    from tuneport.training.distill import Extra
+
+    options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
+    if cell.arm == "upgrade":
+        return _upgraded(cell, str(data), inputs, out, steps=steps, **options)
+    options |= {"scale": 0.0} if cell.arm == "target" else {}
+    models = str(inputs.source), str(inputs.tuned), str(inputs.target)
+    result = tuneport.transfer(*models, str(data), samples=count, **options)
+    about: dict[str, Any] = {"scale": result.scale}
+    if cell.arm in ("distill", "extra"):
+        more = None if extra is None else Extra(read_data(extra, "train", labelled=False))
+        result = result.distill(steps, extra=more)
+        about["distilled"] = result.record["distilled"]
+    result.save(out, as_="model")
+    return about
+
+
+def _upgraded(cell: Cell, data: str, inputs: Inputs, out: Path, **options: Any) -> dict[str, Any]:
+    """Upgrade a whole model by one route, or by the one that tuneport chooses; without one, nothing is written."""
+    import tuneport
+
+    routes = ROUTES[cell.arm]
+    options |= {} if routes is None else {"routes": routes}
+    models = str(inputs.source), str(inputs.tuned), str(inputs.target)
+    found = tuneport.upgrade(*models, data, as_="model", **options)
+    if found.chosen is not None:
+        found.save(out)
+    return about_upgrade(found)
+
+
+def about_upgrade(found: Any) -> dict[str, Any]:
+    """What an upgrade says of its routes."""
     return {
         "chosen": found.chosen,
         "decision": found.decision,

@@ -49,9 +49,9 @@ def machine(device: str) -> dict[str, str]:
     return {"device": name, **versions}
 
 
-def command(cell: Cell, device: str, dtype: str, autocast: bool, small: bool) -> str:
+def command(group: str, cell: Cell, device: str, dtype: str, autocast: bool, small: bool) -> str:
     """The command that makes the row; folders in capitals are the user's own."""
-    words = ["python -m benchmarks.skill make --models MODELS --shared SHARED --work WORK --rows ROWS"]
+    words = [f"python -m benchmarks.skill make --group {group} --models MODELS --shared SHARED --work WORK --rows ROWS"]
     words += [f"--pairs '{cell.pair}' --tasks {cell.task} --arms {cell.label}"]
     words += [] if cell.draw is None else [f"--draws {cell.draw}"]
     words += [f"--device {device} --dtype {dtype}", *["--autocast"] * autocast, *["--small"] * small]

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.skill import arms
+from benchmarks.skill import language
 from benchmarks.skill.__main__ import main
-from benchmarks.skill.arms import Place, make_row
-from benchmarks.skill.cells import ARMS, PAIRS, TASKS, Cell, Parts, Sample, Schedule, cells_of
+from benchmarks.skill.arms import make_row
+from benchmarks.skill.cells import PAIRS, TASKS, Cell, Parts, Sample, Schedule, cells_of
+from benchmarks.skill.groups import GROUPS
 from benchmarks.skill.models import LanguageModel
+from benchmarks.skill.place import Place
 from benchmarks.skill.routes import Inputs, take, write_samples
 from benchmarks.skill.rows import to_do
 from benchmarks.skill.scores import exact, flips, slot_f1
-from benchmarks.skill.table import table
+from benchmarks.skill.table import Table
 from builders.chats import chat_tokenizer
 from builders.texts import LARGE, SENTENCES, SMALL, make, write
 
@@ -167,7 +169,7 @@ def a_row(arm: str, value: float, draw: int | None, **more: Any) -> dict[str, An
 
 
 def test_cells_with_a_row_are_skipped_and_failed_ones_tried_again() -> None:
-    cells = cells_of([PAIR], ["trec6"], ["target", "distill@100"], [0, 1])
+    cells = cells_of([(PAIR, "trec6")], ["target", "distill@100"], [0, 1])
     assert [(cell.label, cell.draw) for cell in cells] == [("target", None), ("distill@100", 0), ("distill@100", 1)]
     rows = [a_row("target", 40.0, None), a_row("distill@100", 80.0, 1), a_row("distill@500", 80.0, 0)]
     assert [cell.draw for cell in to_do(cells, rows, small=False)] == [0]
@@ -207,7 +209,8 @@ def test_the_table_says_what_is_missing() -> None:
         a_row("distill@100", 70.0, 2),
         {**a_row("port@100", 0.0, 0), "error": "no memory"},
     ]
-    page = table(rows, [PAIR], ["trec6"], ["target", "all-data", "distill@100", "port@100", "copy@100"], [0, 1, 2])
+    arms = ["target", "all-data", "distill@100", "port@100", "copy@100"]
+    page = Table(GROUPS["language"], rows).page([PAIR], ["trec6"], arms)
     lines = {line.split(" | ")[1]: line for line in page.splitlines() if line.startswith(f"| {PAIR}")}
     assert lines["target"] == f"| {PAIR} | target | 40.0 | 0 | 3 | +1.0 | 5 | 1.5 | 1 of 1 |"
     assert "| 75.0 ± 7.1 | 70 ± 14 | 3 ± 0 |" in lines["distill@100"]
@@ -217,13 +220,36 @@ def test_the_table_says_what_is_missing() -> None:
     assert f"- {PAIR}, trec6, port@100: no memory" in page
 
 
-def test_the_table_of_nothing_names_every_cell() -> None:
-    page = table([], PAIRS, list(TASKS), ARMS, [0, 1, 2])
+@pytest.mark.parametrize(
+    ("name", "places"), [("language", len(PAIRS) * len(TASKS)), ("classifiers", 18), ("towers", 18)]
+)
+def test_the_table_of_nothing_names_every_cell(name: str, places: int) -> None:
+    group = GROUPS[name]
+    page = Table(group, []).page(list(group.grid), group.tasks, group.arms)
     lines = [line for line in page.splitlines() if line.startswith("|") and " of " in line]
-    assert len(lines) == len(PAIRS) * len(TASKS) * len(ARMS)
+    assert len(lines) == places * len(group.arms)
     assert all("missing" in line for line in lines)
-    widths = {line.count("|") for line in page.partition("## trec6")[2].partition("##")[0].splitlines() if "|" in line}
-    assert len(widths) == 1
+    first = page.partition("## ")[2].partition("##")[0]
+    assert len({line.count("|") for line in first.splitlines() if "|" in line}) == 1
+
+
+def test_the_table_measures_gaps_from_the_mean_of_targets_with_draws() -> None:
+    rows = [
+        a_row("all-data", 90.0, None),
+        a_row("target@100", 50.0, 0),
+        a_row("target@100", 70.0, 1),
+        a_row("extra@100", 75.0, 0),
+    ]
+    rows = [{**row, "pair": "minilm-l6>mpnet", "task": "trec6-full"} for row in rows]
+    found = Table(GROUPS["classifiers"], rows)
+    assert found.closed("minilm-l6>mpnet", "trec6-full", "extra@100") == [50.0]
+    assert found.closed("minilm-l6>mpnet", "sst2-full", "extra@100") == []
+
+
+def test_the_table_measures_gaps_of_towers_to_what_the_zoo_says() -> None:
+    rows = [{**a_row(arm, value, None), "pair": "a>a2", "task": "mnist"} for arm, value in (("target", 67.9),)]
+    rows += [{**a_row("extra@20", 92.9, 1), "pair": "a>a2", "task": "mnist"}]
+    assert Table(GROUPS["towers"], rows).closed("a>a2", "mnist", "extra@20") == pytest.approx([100 * 25 / 30])
 
 
 def test_a_cell_is_made_from_tiny_models(
@@ -236,10 +262,10 @@ def test_a_cell_is_made_from_tiny_models(
         shown.append((cell.n, len(samples)))
         return {"chosen": None}
 
-    monkeypatch.setattr(arms, "take", advise_against)
+    monkeypatch.setattr(language, "take", advise_against)
     made = {
-        cell.label: make_row(place, cell)
-        for cell in cells_of([PAIR], ["trec6"], ("old", "target", "all-data", "few-shot@8", "upgrade@8"), [1])
+        cell.label: make_row(place, "language", cell)
+        for cell in cells_of([(PAIR, "trec6")], ("old", "target", "all-data", "few-shot@8", "upgrade@8"), [1])
     }
     assert not [row["error"] for row in made.values() if "error" in row]
     assert made["upgrade@8"]["scores"] == made["target"]["scores"]  # nothing was written: the base is scored
@@ -253,9 +279,10 @@ def test_a_cell_is_made_from_tiny_models(
         assert "right" not in row
     assert made["target"]["neutral"] == made["target"]["neutral_base"]
     assert made["old"]["neutral"] != made["old"]["neutral_base"]
-    kept = (place.old_folder("small", "trec6") / "adapter_model.safetensors").stat().st_mtime_ns
-    assert make_row(place, Cell(PAIR, "trec6", "old", None, None))["scores"] == made["old"]["scores"]
-    assert (place.old_folder("small", "trec6") / "adapter_model.safetensors").stat().st_mtime_ns == kept
+    adapter = place.folder("old-small-trec6") / "adapter_model.safetensors"
+    kept = adapter.stat().st_mtime_ns
+    assert make_row(place, "language", Cell(PAIR, "trec6", "old", None, None))["scores"] == made["old"]["scores"]
+    assert adapter.stat().st_mtime_ns == kept
 
 
 def test_a_failure_is_a_row(models: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +291,8 @@ def test_a_failure_is_a_row(models: Path, shared: Path, tmp_path: Path, monkeypa
     def fail(*_: Any) -> dict[str, Any]:
         raise ValueError(f"no memory for {tmp_path}/x\nat all")
 
-    monkeypatch.setattr(arms, "take", fail)
-    row = make_row(place, Cell(PAIR, "trec6", "port", 8, 0))
+    monkeypatch.setattr(language, "take", fail)
+    row = make_row(place, "language", Cell(PAIR, "trec6", "port", 8, 0))
     assert row["error"] == "ValueError: no memory for WORK/x"
     assert "scores" not in row
 

@@ -1,0 +1,78 @@
+"""The groups of the table: language models, classifiers of texts, vision towers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.skill import classifiers, language, towers
+from benchmarks.skill.cells import ARMS, PAIRS, TASKS, Cell
+from benchmarks.skill.place import Place
+
+SCORES = {"choices": ("accuracy",), "answer": ("accuracy",), "slots": ("f1", "accuracy")}
+BITS = ("bits",)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells of one kind of models.
+
+    Args:
+        grid: the tasks of each pair.
+        arms: those with a number of samples have draws.
+        missing: of folders of models and data, pairs and tasks: what is not there.
+        make_old: makes or finds an old model, and returns its scores.
+        make: makes a cell, and returns its scores.
+        scores: the scores of a task, the main one first.
+        whole: the score of a target that is fine-tuned on all data, where it is not that of the arm all-data.
+    """
+
+    grid: Mapping[str, tuple[str, ...]]
+    arms: tuple[str, ...]
+    missing: Callable[[Path, Path, Sequence[str], Sequence[str]], list[str]]
+    make_old: Callable[[Place, str, str], dict[str, Any]]
+    make: Callable[[Place, Cell], dict[str, Any]]
+    scores: Callable[[str], tuple[str, ...]] = lambda _: ("accuracy",)
+    whole: Callable[[Cell], float | None] = lambda _: None
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(task for tasks in self.grid.values() for task in tasks))
+
+    def places(self, pairs: Sequence[str], tasks: Sequence[str]) -> list[tuple[str, str]]:
+        """Pairs and tasks of the grid; a pair that is not in it has all tasks."""
+        return [(pair, task) for pair in pairs for task in tasks if task in self.grid.get(pair, tasks)]
+
+    def check(self, pairs: Sequence[str], tasks: Sequence[str], arms: Sequence[str]) -> None:
+        """Refuse what is no pair, and tasks and arms that nobody knows."""
+        for pair in pairs:
+            if len(pair.split(">")) != 2:
+                raise SystemExit(f"{pair!r} is no pair; write SOURCE>TARGET, such as {next(iter(self.grid))}.")
+        for task in tasks:
+            if task not in self.tasks:
+                raise SystemExit(f"unknown task {task!r}; known: {', '.join(self.tasks)}.")
+        counted = {arm.partition("@")[0]: "@" in arm for arm in self.arms}
+        for label in arms:
+            arm, at, count = label.partition("@")
+            if counted.get(arm) != bool(at) or (at and not count.isdigit()):
+                raise SystemExit(f"unknown arm {label!r}; known: {', '.join(self.arms)}, or another number of samples.")
+
+
+GROUPS = {
+    "language": Group(
+        {pair: tuple(TASKS) for pair in PAIRS},
+        ARMS,
+        language.missing,
+        language.make_old,
+        language.make,
+        lambda task: SCORES.get(TASKS[task].kind, BITS),
+    ),
+    "classifiers": Group(
+        classifiers.GRID, classifiers.ARMS, classifiers.missing, classifiers.make_old, classifiers.make
+    ),
+    "towers": Group(
+        towers.GRID, towers.ARMS, towers.missing, towers.make_old, towers.make, whole=towers.fine_tuned_on_all
+    ),
+}
