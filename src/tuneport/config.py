@@ -454,8 +454,8 @@ class MeasureConfig(Config):
     )
     head: str | None = HEAD()
     classes: tuple[str, ...] | None = CLASSES()
-    head_fit: Literal["auto", "none", "projection"] = option(
-        "auto", help="auto (fit a head on the target), none or projection.", group=TASK, metavar="NAME"
+    head_fit: Literal["auto", "none"] = option(
+        "auto", help="auto (fit a head on the target) or none.", group=TASK, metavar="NAME"
     )
     loss: str | Function | tuple[Function, Function] | None = option(
         None, help="classification, contrastive, causal, seq2seq, MODULE:FUNCTION.", group=TASK, metavar="NAME"

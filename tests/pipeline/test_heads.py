@@ -289,28 +289,6 @@ def test_a_head_for_the_same_classes_survives_few_samples(zoo: Zoo) -> None:
     assert distances[0] <= distances[1] * 1.05 < distances[2]
 
 
-class TestProjection:
-    def test_the_scores_come_near_those_of_the_finetuned_source(self, zoo: Zoo) -> None:
-        """The source itself as the target, on images that were not drawn; without layers moved, and with them."""
-        trio = zoo["clip_vision-base"], zoo["clip_vision-tuned"], zoo["clip_vision-base"]
-        job = prepare(*trio, zoo.data, samples=60, head_fit="projection")
-        assert "visual_projection.weight" not in {pair.target.weight for pair in job.plan.pairs}
-        assert job.heads is not None
-        teacher = transformers.CLIPVisionModelWithProjection.from_pretrained(trio[1]).eval()
-        modules = [teacher, job.target.module, *(run(job, scale=scale).apply() for scale in (0.0, 1.0))]
-        pixels = {"pixel_values": pixels_of(30)}
-        with torch.no_grad():
-            wanted, *scores = (centred(job.heads.target.scores(job.target, module, pixels)) for module in modules)
-        before, fitted, ported = (float((found - wanted).norm()) for found in scores)
-        assert ported < fitted < 0.8 * before
-
-    def test_refusals(self, zoo: Zoo) -> None:
-        with pytest.raises(TuneportError, match="has none"):
-            prepare(*zoo.trio("siglip_vision"), zoo.data, samples=12, head_fit="projection")
-        with pytest.raises(TuneportError, match="leave out `labels"):
-            prepare(*zoo.trio("clip_vision"), zoo.data, samples=12, head_fit="projection", labels="data")
-
-
 class TestLabels:
     def test_data_fits_the_head_to_the_labels(self, folders: Callable[..., tuple[Path, ...]], tmp_path: Path) -> None:
         source, tuned, target, _ = folders()

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..data.dataset import Dataset, align_labels, as_numbers, with_prompts
 from ..errors import CheckpointError, DataError, OptionError, first_of
@@ -175,9 +174,7 @@ def fit_head(model: Model, module: nn.Module, samples: Samples) -> dict[str, Ten
     """
     assert isinstance(samples, DatasetSamples)
     data, path = samples.chosen, model.classifier
-    assert data.scores is not None
-    if path is None:
-        return _fit_projection(model, module, samples)
+    assert path is not None
     X, Y = _regression(model, _inputs(model, module, path, data, samples.size), data)
     biased = getattr(module.get_submodule(path), "bias", None) is not None
     starts = [(torch.zeros(Y.shape[1], X.shape[1]).double(), torch.zeros(Y.shape[1]).double())]
@@ -215,8 +212,7 @@ def _regression(model: Model, inputs: Sequence[Tensor], data: Dataset) -> tuple[
 
 def is_bare(target: Model, *, fits: bool) -> bool:
     """Whether a head is fitted and the target has none of its own for the classes."""
-    path = target.classifier
-    return fits and path is not None and f"{path}.weight" not in target.own_head
+    return fits and f"{target.classifier}.weight" not in target.own_head
 
 
 def before_port(target: Model, samples: Samples, *, fits: bool) -> Model:
@@ -245,27 +241,6 @@ def measuring(target: Model, samples: Samples) -> AbstractContextManager[None]:
         base = replace(samples.dataset, scores=samples.dataset.base_scores)
         head = fit_head(target, target.module, replace(samples, dataset=base))
     return changed(target.module, head)
-
-
-def _fit_projection(model: Model, module: nn.Module, samples: DatasetSamples) -> dict[str, Tensor]:
-    """The projection with which the zero-shot scores are nearest to those of the samples.
-
-    The change of the projection is in the span of the class embeddings: a ridge regression finds what the cosines lack,
-    in the units of the features as they are.
-    """
-    layer, data = model.projection, samples.chosen
-    assert layer is not None
-    assert samples.heads is not None
-    head = samples.heads.target
-    assert head.class_embeds is not None
-    X = torch.cat(_inputs(model, module, layer.weight.removesuffix(".weight"), data, samples.size))
-    weight = layer.matrix(module.get_parameter(layer.weight)).detach().double().cpu()
-    classes = F.normalize(head.class_embeds.double(), dim=-1)
-    features = X @ weight.T
-    norms = features.norm(dim=-1, keepdim=True)
-    cosines = _centred((features / norms @ classes.T).T, model).T
-    lacking = ridge(X, norms * (torch.as_tensor(data.scores) / head.logit_scale - cosines), intercept=False)
-    return {layer.weight: weight + torch.linalg.pinv(classes - classes.mean(0)) @ lacking.weight}
 
 
 def _inputs(model: Model, module: nn.Module, place: str, data: Dataset, batch_size: int) -> list[Tensor]:

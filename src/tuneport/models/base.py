@@ -184,11 +184,6 @@ class Model:
         return frozenset(f"{self.classifier}.{name}" for name, _ in layer.named_parameters())
 
     @property
-    def projection(self) -> Layer | None:
-        """The linear layer that makes the features of a zero-shot head, if there is one."""
-        return next((layer for layer in self.layers if layer.role == "projection" and not layer.transposed), None)
-
-    @property
     def head(self) -> frozenset[str]:
         """The parameters of a head that is carried as a whole: the classification layer, and what is fresh."""
         return self.fresh | self.classifier_parameters

@@ -272,7 +272,7 @@ def compare(
     for role, (model, tensors) in made.items():
         with changed(model.module, tensors):
             scored[role] = score(role, model)
-    if change.fits_head and models.target.classifier is not None:
+    if change.fits_head:
         own = {"finetuned"} if is_bare(models.target, fits=True) else {"finetuned", "target"}
         scored = {role: replace(each, head="own" if role in own else "fitted") for role, each in scored.items()}
     metric: Metric = "bits per character" if protocol == "perplexity" else "accuracy"

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..config import MeasureConfig
 from ..data.dataset import align_labels
 from ..data.draws import DEFAULT_SAMPLES
-from ..errors import CheckpointError, TuneportError
+from ..errors import CheckpointError
 from ..measure.chance import LEAST, LEVEL, direction, tail
 from ..measure.fitted_heads import labelling_by, renamed_classes, scores_by, take_head, with_heads
 from ..measure.measurement import Calibration
@@ -103,7 +103,7 @@ def read_change(
     if headed is not None:
         source, vector = take_head(models.source, tuned, vector, exclude)
         models = Sides(source, models.target)
-    fits = headed is not None or _fits_projection(models, config)
+    fits = headed is not None
     whole = None
     if fits or config.labels == "source":
         whole = _whole(models.source, tuned) if exclude else vector
@@ -120,20 +120,6 @@ def _headed(models: Sides[Model], tuned: Finetuned, config: MeasureConfig) -> Si
         return None
     headed = with_heads(models, labelling, config.trust_remote_code)
     return None if headed.source.matches(f"{headed.source.classifier}.weight", config.exclude) else headed
-
-
-def _fits_projection(models: Sides[Model], config: MeasureConfig) -> bool:
-    """Whether the target's projection is to be fitted; an error if that is wanted and impossible."""
-    if config.head_fit != "projection" or models.target.classifier is not None:
-        return False
-    if models.target.projection is None:
-        raise TuneportError(
-            f'`head_fit="projection"` needs a target whose features come from a projection, and {models.target.name} '
-            "has none."
-        )
-    if config.labels == "data":
-        raise TuneportError('a projection is fitted to the scores of the source: leave out `labels="data"`.')
-    return True
 
 
 def _whole(source: Model, finetuned: Finetuned) -> TaskVector:

@@ -54,8 +54,6 @@ NO_PARAMETER = "no parameter of the model that the configuration describes"
 
 def make_plan(models: Sides[Model], change: Change, config: MeasureConfig) -> Plan:
     """Pair the layers that a fine-tune changed, as the options ask for."""
-    target = models.target
-    projection = frozenset({target.projection.weight} if target.projection is not None else ())
     return plan_of(
         *models,
         change.vector,
@@ -63,7 +61,7 @@ def make_plan(models: Sides[Model], change: Change, config: MeasureConfig) -> Pl
         roles=config.roles,
         depth_rule=config.depth_rule or nearest_block,
         exclude=config.exclude,
-        fitted=(target.head or projection) if change.fits_head else frozenset(),
+        fitted=models.target.head if change.fits_head else frozenset(),
     )
 
 
