@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from builders.folders import SAMPLES, Zoo, edit_weights, write_data
+from tuneport.config import TransferConfig
+from tuneport.data import tasks
+from tuneport.data.formats import read_plain
 from tuneport.errors import CheckpointError, DataError
-from tuneport.pipeline.transfer import transfer
+from tuneport.pipeline.transfer import prepare, transfer
 
 
 @pytest.mark.usefixtures("no_forward")
@@ -46,3 +50,18 @@ class TestRefusals:
     def test_the_fine_tune_of_another_model(self, zoo: Zoo) -> None:
         with pytest.raises(CheckpointError, match=r"Check that .* was fine-tuned from"):
             transfer(zoo["vit-base"], zoo["dinov2-tuned"], zoo["vit-target"], zoo.data, scale=1, samples=SAMPLES)
+
+
+def test_the_training_split_is_read_once(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where samples cannot be scored, and the objective is chosen a second time without a loss."""
+    data = write_data(tmp_path / "animals.npz", ("cat", "dog", "owl", "gnu"))  # the heads do not know them all
+    reads: list[str] = []
+
+    def counted(place: Path, split: Any, **options: Any) -> Any:
+        reads.append(split)
+        return read_plain(place, split, **options)
+
+    monkeypatch.setattr(tasks, "read_plain", counted)
+    setup = prepare(*zoo.trio("vit"), data, TransferConfig(method="theseus", samples=SAMPLES, head_fit="none"))
+    assert setup.calibration.loss_name is None
+    assert reads == ["train"]

@@ -5,8 +5,9 @@ Every error in the data is found here, before the first forward pass of a measur
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ import torch
 from ..config import MeasureConfig
 from ..data.dataset import Dataset, align_labels
 from ..data.samplers import select
-from ..data.tasks import read_data, split_reference
+from ..data.tasks import Reference, split_reference
 from ..errors import DataError, TuneportError
 from ..io.hub import nearest_path
 from ..measure.accuracy import compute_features
@@ -51,7 +52,7 @@ def draw_samples(
     *,
     scored: bool | None = False,
 ) -> tuple[Calibration, records.Data]:
-    """Read the training split once, draw the samples, and choose the objective, the losses and the heads.
+    """Read the training split once, draw samples, and choose the objective, the losses and the heads.
 
     Args:
         models: both models, with the heads that the change needs.
@@ -64,20 +65,48 @@ def draw_samples(
     Returns:
         The calibration, and what was read and drawn, for the record.
     """
-    question, signals = _ask_scored(data, models, change, signals, config, scored)
+    given = _Given(data, config.columns)
+    question, signals = _ask_scored(given, models, change, signals, config, scored)
     losses = _losses(models, question, signals)
-    samples, about = _draw(question, models, change, config)
-    about |= {"task": question.task} if question.task is not None else {}
+    samples, about = _draw(given, question, models, config)
+    if given.where is not None and given.where.task is not None:
+        about["task"] = given.where.task.name
     found = Calibration(samples, signals, losses, question.heads, config.match, question.by_source, question.loss_name)
     return found, about
 
 
 @dataclass(frozen=True, eq=False)
-class _Question:
-    """The task of both models: a data set or the caller's batches, an objective or the caller's losses, and heads."""
+class _Given:
+    """What a user gives as data, which is read once, when it is needed."""
 
-    data: Data | None = None  # without the task of "TASK:PATH"
-    task: str | None = None
+    data: Data | None
+    columns: Mapping[str, str] | None
+
+    @cached_property
+    def where(self) -> Reference | None:
+        """Where samples are; None for a `Dataset` and for the caller's own batches."""
+        found = split_reference(self.data) if isinstance(self.data, (str, Path)) else None
+        if found is not None and not found.place.exists():
+            raise DataError(f"no data at {found.place}: no such file or folder.{nearest_path(found.place)}")
+        return found
+
+    @cached_property
+    def dataset(self) -> Dataset | None:
+        """The training split; None for batches."""
+        if self.where is not None:
+            return self.where.read("train", labelled=False, columns=self.columns)
+        return self.data if isinstance(self.data, Dataset) else None
+
+    @property
+    def place(self) -> Data | None:
+        """What the record names: the path without the task of "TASK:PATH"."""
+        return self.data if self.where is None else self.where.place
+
+
+@dataclass(frozen=True, eq=False)
+class _Question:
+    """The task of both models: a data set if it is read, an objective or the caller's losses, and heads."""
+
     dataset: Dataset | None = None
     objective: Objective | None = None
     heads: Sides[Head] | None = None
@@ -87,7 +116,7 @@ class _Question:
 
 
 def _ask_scored(
-    data: Data | None,
+    given: _Given,
     models: Sides[Model],
     change: Change,
     signals: frozenset[Signal],
@@ -97,33 +126,25 @@ def _ask_scored(
     """Build the task, with a loss if `scored` is true, or if it is None and a loss is available; and its signals."""
     more = signals if scored is False else signals | SCORED
     try:
-        return _ask(data, models, change, more, config), more
+        return _ask(given, models, change, more, config), more
     except TuneportError:
         if scored is not None or more == signals:
             raise
-    return _ask(data, models, change, signals, config), signals
+    return _ask(given, models, change, signals, config), signals
 
 
 def _ask(
-    data: Data | None, models: Sides[Model], change: Change, signals: frozenset[Signal], config: MeasureConfig
+    given: _Given, models: Sides[Model], change: Change, signals: frozenset[Signal], config: MeasureConfig
 ) -> _Question:
-    """Read the training split once, and choose the objective, the loss and the heads."""
+    """Choose the objective, the loss and the heads."""
     fits = change.fits_head
     loss, name = config.loss, config.loss if isinstance(config.loss, str) else None
     wanted = None if name is None or ":" in name else check_objective(name)
     if isinstance(loss, str):
         loss = None if wanted else load_loss(loss)
-    task, place = None, data
-    if isinstance(data, (str, Path)):
-        task, place = split_reference(data)  # "TASK:PATH": only PATH is passed on
-        if not Path(place).exists():
-            raise DataError(f"no data at {place}: no such file or folder.{nearest_path(place)}")
-        data = place if task is None else data
-    question = _Question(place, task.name if task is not None else None, loss=loss, loss_name=name)
+    where, question = given.where, _Question(loss=loss, loss_name=name)
     gradients = bool(NEEDS_BACKWARD & signals)
-    if (signals or fits) and isinstance(data, (str, Path, Dataset)):
-        columns = config.columns
-        dataset = data if isinstance(data, Dataset) else read_data(data, "train", labelled=False, columns=columns)
+    if (dataset := given.dataset if signals or fits else None) is not None:
         for model in models:
             if model.encode is None:
                 raise TuneportError(model.unreadable)
@@ -134,8 +155,8 @@ def _ask(
             _check_same_kind(models, dataset, config.head)
             _check_labels(models.source, config.labels, fits)
             needed = config.labels == "data" or (config.labels is None and not fits)
-            if needed and dataset.labels is None and not isinstance(data, Dataset):
-                read_data(data, "train", columns=columns)  # the error names what is missing
+            if needed and dataset.labels is None and where is not None:
+                where.read("train", columns=config.columns)  # the error names what is missing
             question = _with_heads(question, models, change, config)
         if loss is None and gradients:
             question = replace(question, loss_name=name or objective.name)
@@ -143,7 +164,7 @@ def _ask(
         raise DataError(
             '`labels="source"` needs data with classes: give data, not batches, and leave `loss` out or classification.'
         )
-    if signals and data is None:
+    if signals and given.data is None:
         raise DataError(
             f"the method measures {' and '.join(sorted(signals))} and needs calibration data: pass `data`, or batches "
             "with a loss in Python."
@@ -229,13 +250,13 @@ def _losses(models: Sides[Model], question: _Question, signals: frozenset[Signal
 
 
 def _draw(
-    question: _Question, models: Sides[Model], change: Change, config: MeasureConfig
+    given: _Given, question: _Question, models: Sides[Model], config: MeasureConfig
 ) -> tuple[Samples, records.Data]:
     """Draw the samples, and describe them for the record."""
-    dataset, data = question.dataset, question.data
+    dataset, place = question.dataset, given.place
     if dataset is None or question.objective is None:
-        own = data is not None and not isinstance(data, (str, Path, Dataset))
-        return UserBatches(cast(Iterable[Any], data) if own else ()), data_identity(data)
+        own = place is not None and not isinstance(place, (str, Path, Dataset))
+        return UserBatches(cast(Iterable[Any], place) if own else ()), data_identity(place)
 
     def look(chosen: Dataset) -> torch.Tensor:
         with runnable(models.target, pick_device(config.device)):
@@ -252,17 +273,34 @@ def _draw(
     together = question.objective.together if question.loss is None else None
     size = together or config.batch_size
     drawn = DatasetSamples(models, dataset, indices, question.heads, size, question.objective)
-    about = data_identity(data, dataset, indices, question.heads)
-    if question.heads is None:
-        return drawn, about
-    chosen, head = drawn.chosen, question.heads.source
-    if change.fits_head and config.labels == "data":
-        return with_scores(drawn, scores_of_labels(chosen, head.classes)), about
-    if not question.by_source:
-        return drawn, about
-    scores = scores_by(models.source, change.teacher, head, chosen, batch_size=drawn.size)
-    labelled = labelled_by(scores, models.source, head.classes, chosen)
+    return drawn, data_identity(place, dataset, indices, question.heads)
+
+
+def label_samples(
+    source: Model, change: Change, calibration: Calibration, labels: str | None
+) -> tuple[Calibration, records.Labels | None]:
+    """Give the samples the scores that a head is fitted to, and the labels of the fine-tuned source if it labels them.
+
+    Args:
+        source: the source.
+        change: what makes it the fine-tuned one.
+        calibration: the drawn samples.
+        labels: whose labels are asked for.
+
+    Returns:
+        The calibration, and for the record by whom the samples are labelled, if not by the data.
+    """
+    samples, heads = calibration.samples, calibration.heads
+    if heads is None or not isinstance(samples, DatasetSamples):
+        return calibration, None
+    chosen, classes = samples.chosen, heads.source.classes
+    if change.fits_head and labels == "data":
+        return replace(calibration, samples=with_scores(samples, scores_of_labels(chosen, classes))), None
+    if not calibration.by_source:
+        return calibration, None
+    scores = scores_by(source, change.teacher, heads.source, chosen, batch_size=samples.size)
+    labelled = labelled_by(scores, source, classes, chosen)
     share = agreement(labelled, chosen)
-    about["labels"] = {"by": "source", "agreement": None if share is None else round(share, 4)}
-    drawn = replace(drawn, dataset=labelled, indices=np.arange(len(labelled)))
-    return with_scores(drawn, scores) if change.fits_head else drawn, about
+    drawn = replace(samples, dataset=labelled, indices=np.arange(len(labelled)))
+    found = replace(calibration, samples=with_scores(drawn, scores) if change.fits_head else drawn)
+    return found, {"by": "source", "agreement": None if share is None else round(share, 4)}

@@ -35,7 +35,7 @@ from .comparison import summarize
 from .inputs import check_inputs, conditions_of, describe_inputs, open_models, read_change
 from .plan import changed_parts, make_plan, not_transported_by
 from .result import Result
-from .samples import Data, are_samples, draw_samples
+from .samples import Data, are_samples, draw_samples, label_samples
 from .scale import Judge
 from .solve import Solution, solve
 
@@ -105,7 +105,8 @@ def transfer(
         TuneportError: if an input or an option is not usable.
     """
     config = TransferConfig.of(**options)
-    return run(prepare(source, finetuned, target, data, config), config, events=events)
+    setup = prepare(source, finetuned, target, data, config)
+    return run(setup, config, events=events)
 
 
 def prepare(
@@ -133,6 +134,8 @@ def prepare(
     models = open_models(source, target, config)
     models, change = read_change(models, finetuned, config, has_samples=are_samples(data))
     calibration, drawn = draw_samples(models, change, data, config, wanted, scored=_scored(config, tested))
+    calibration, labels = label_samples(models.source, change, calibration, config.labels)
+    drawn = drawn if labels is None else {**drawn, "labels": labels}
     plan = make_plan(models, change, config)
     return Setup(models, change, plan, calibration, describe_inputs(models, change, plan, calibration, drawn, config))
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import DataError, unknown_name
 from ...io.hub import local
@@ -39,12 +39,25 @@ def get_task(name: str) -> Task:
     return TASKS[name.lower()]
 
 
-def split_reference(reference: str | Path) -> tuple[Task | None, Path]:
-    """The task and the path of `TASK:PATH`; of a path, even one with a colon, or a hub id, None and the local path."""
+class Reference(NamedTuple):
+    """Where data are: the task and the path of `TASK:PATH`; of a path or a hub id, None and the local path."""
+
+    task: Task | None
+    place: Path
+
+    def read(self, split: Split, *, labelled: bool = True, columns: Mapping[str, str] | None = None) -> Dataset:
+        """Read one split, as `read_data` describes."""
+        if self.task is None:
+            return read_plain(self.place, split, labelled=labelled, columns=columns)
+        return self.task.read(self.place, split, labelled=labelled, columns=columns)
+
+
+def split_reference(reference: str | Path) -> Reference:
+    """What a reference means; a path that exists is one, even with a colon."""
     name, mark, place = str(reference).partition(":")
     if os.path.exists(reference) or not mark or "/" in name or "\\" in name or len(name) < 2:
-        return None, local(reference, "dataset", suffixes())
-    return get_task(name), Path(place).expanduser()
+        return Reference(None, local(reference, "dataset", suffixes()))
+    return Reference(get_task(name), Path(place).expanduser())
 
 
 def read_data(
@@ -57,7 +70,4 @@ def read_data(
     `labelled=False` also accepts data with neither labels nor text targets. `columns` maps names such as text and
     label to those of a table.
     """
-    task, place = split_reference(reference)
-    if task is None:
-        return read_plain(place, split, labelled=labelled, columns=columns)
-    return task.read(place, split, labelled=labelled, columns=columns)
+    return split_reference(reference).read(split, labelled=labelled, columns=columns)
