@@ -85,13 +85,19 @@ def take_tower(
     import tuneport
 
     options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
-    options |= {"steps": steps, "head": cell.task}
-    if cell.arm in ("distill", "extra"):
-        more = {"extra": None if extra is None else str(extra), "samples": count}
-        result = tuneport.distill(str(inputs.tuned), str(inputs.target), str(data), **more, **options)
-        result.save(out)
-        return {key: result.record[key] for key in ("distilled", "seconds")}
-    return _upgraded(cell, str(data), inputs, out, **options)
+    options["head"] = cell.task
+    if cell.arm == "upgrade":
+        return _upgraded(str(data), inputs, out, steps=steps, **options)
+    source, tuned, target = str(inputs.source), str(inputs.tuned), str(inputs.target)
+    options["samples"] = count
+    if cell.arm == "port":
+        result = tuneport.transfer(source, tuned, target, str(data), labels="source", **options)
+        result.save(out, as_="model")
+        return {"scale": result.scale}
+    others = None if extra is None else str(extra)
+    result = tuneport.distill(tuned, target, str(data), extra=others, steps=steps, **options)
+    result.save(out)
+    return {"distilled": result.record["distilled"]}
 
 
 def take_classifier(
@@ -108,7 +114,7 @@ def take_classifier(
 
     options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
     if cell.arm == "upgrade":
-        return _upgraded(cell, str(data), inputs, out, steps=steps, **options)
+        return _upgraded(str(data), inputs, out, steps=steps, **options)
     options |= {"scale": 0.0} if cell.arm == "target" else {}
     models = str(inputs.source), str(inputs.tuned), str(inputs.target)
     result = tuneport.transfer(*models, str(data), samples=count, **options)
@@ -121,12 +127,10 @@ def take_classifier(
     return about
 
 
-def _upgraded(cell: Cell, data: str, inputs: Inputs, out: Path, **options: Any) -> dict[str, Any]:
-    """Upgrade a whole model by one route, or by the one that tuneport chooses; without one, nothing is written."""
+def _upgraded(data: str, inputs: Inputs, out: Path, **options: Any) -> dict[str, Any]:
+    """Upgrade a whole model by the route that tuneport chooses; without one, nothing is written."""
     import tuneport
 
-    routes = ROUTES[cell.arm]
-    options |= {} if routes is None else {"routes": routes}
     models = str(inputs.source), str(inputs.tuned), str(inputs.target)
     found = tuneport.upgrade(*models, data, as_="model", **options)
     if found.chosen is not None:

@@ -78,9 +78,9 @@ def test_cells_of_towers_are_made(place: Place) -> None:
     found = made(place, "towers", "a>a2", "mnist", arms)
     assert found["extra@20"]["about"]["distilled"]["extra"] == 24  # all that --small leaves
     assert found["distill@20"]["about"]["distilled"]["extra"] == 0
-    for label in ("port@20", "upgrade@20"):
-        if found[label]["about"]["chosen"] is None:
-            assert found[label]["scores"] == found["target"]["scores"]
+    assert found["port@20"]["about"]["scale"] is not None
+    if found["upgrade@20"]["about"]["chosen"] is None:  # nothing is written: the base is scored
+        assert found["upgrade@20"]["scores"] == found["target"]["scores"]
     assert found["all-data"]["about"]["samples"] == 24
 
 
