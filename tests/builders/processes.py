@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,33 @@ def run_program(program: str, *words: str) -> Done:
         return Done(process.exitcode, out, err)
 
 
+def run_ranks(program: str, count: int, *words: str) -> list[Done]:
+    """Run a program in several processes at once, with the variables that torchrun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    with tempfile.TemporaryDirectory() as root:
+        folders = [Path(root, str(rank)) for rank in range(count)]
+        running = []
+        for rank, folder in enumerate(folders):
+            folder.mkdir()
+            variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            running.append(_context.Process(target=_run, args=(program, words, str(folder), variables)))
+            running[-1].start()
+        for process in running:
+            process.join()
+        texts = [[Path(folder, name).read_text(encoding="utf-8") for name in ("out", "err")] for folder in folders]
+        return [Done(int(one.exitcode or 0), *text) for one, text in zip(running, texts, strict=True)]
+
+
 def run_together(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:
     """Call `work(rank, *arguments)` in several processes at once, and raise what one of them raises."""
     start_processes(work, arguments, nprocs=count, start_method="forkserver")
 
 
-def _run(program: str, words: tuple[str, ...], folder: str) -> None:
+def _run(program: str, words: tuple[str, ...], folder: str, variables: Mapping[str, str] | None = None) -> None:
+    os.environ.update(variables or {})
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
     sys.argv[:] = ["-c", *words]

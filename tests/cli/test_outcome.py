@@ -116,7 +116,7 @@ def test_what_looks_like_no_fine_tune_is_an_error_that_can_be_passed(run: Run, z
 def test_usage_is_checked_before_libraries_are_loaded(
     run: Run, place: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
-    for name in ("torch", "tuneport.runtime.distributed", "tuneport.pipeline.run"):
+    for name in ("torch", "tuneport.processes", "tuneport.pipeline.run"):
         monkeypatch.setitem(sys.modules, name, None)  # to import it is an error
     out = place / "new" if more else place
     done = run("transfer", "--source", "a", "--finetuned", "b", "--target", "c", "--data", "d", "--out", out, *more)

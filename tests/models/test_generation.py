@@ -14,7 +14,7 @@ from builders.texts import SENTENCES
 from builders.writers import taught_writer, writer
 from tuneport.errors import CaptureError, DataError, TuneportError
 from tuneport.models.base import Model
-from tuneport.models.generation import BITS, HEAD, Sampling, draw, generate_part, generate_texts
+from tuneport.models.generation import BITS, HEAD, Sampling, draw, generate_texts
 
 PROMPTS = [sentence[: 4 + 3 * place] for place, sentence in enumerate(SENTENCES[:7])]
 FREE = Sampling(max_new_tokens=12, seed=3)
@@ -78,7 +78,7 @@ def test_equal_prompts_are_read_once(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
-def test_texts_depend_neither_on_the_order_nor_on_the_parts(top_p: float, tmp_path: Path) -> None:
+def test_texts_do_not_depend_on_the_order(top_p: float, tmp_path: Path) -> None:
     model, sampling = writer(tmp_path), replace(FREE, top_p=top_p)
     prompts = [*PROMPTS, PROMPTS[2], ""]
     found = generate_texts(model, prompts, sampling, batch_size=2)
@@ -86,10 +86,6 @@ def test_texts_depend_neither_on_the_order_nor_on_the_parts(top_p: float, tmp_pa
     order = [5, 1, 2, 0, 8, 6, 4, 3, 7]  # the equal ones stay in order
     mixed = generate_texts(model, [prompts[place] for place in order], sampling, batch_size=2)
     assert mixed == [found[place] for place in order]
-    parts = [generate_part(model, prompts, sampling, batch_size=2, part=(place, 3)) for place in range(3)]
-    assert sum(map(len, parts)) == len(prompts)
-    merged = parts[0] | parts[1] | parts[2]
-    assert [merged[place] for place in range(len(prompts))] == found
     assert found[2].text != found[7].text
     assert [w.text for w in generate_texts(model, prompts, replace(sampling, seed=4), batch_size=2)] != [
         w.text for w in found

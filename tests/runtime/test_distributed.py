@@ -12,17 +12,28 @@ from torch import distributed as dist
 from builders.processes import run_together
 from builders.runs import measured, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
-from tuneport.errors import TuneportError
+from tuneport.methods import BilinearAlignment, Method, Problem, Transfer, get_method
 from tuneport.pipeline import solve
 from tuneport.pipeline.result import Result
+from tuneport.processes import Ranks, processes, ranks
 from tuneport.runtime import distributed
-from tuneport.runtime.distributed import Ranks, gather_entries, processes, ranks
+from tuneport.runtime.distributed import gather_entries
 from tuneport.task_vectors.low_rank import LowRank
 
 SIZES = {"two": 2, "again": 2, "four": 4}
 
 
-def result(method: str = "bico", **options: Any) -> Result:
+class Whole(BilinearAlignment):
+    """BiCo as a method that moves all layers at once."""
+
+    by_layer = False
+
+    def transfer(self, problem: Problem) -> Transfer:
+        assert {key[0] for key in problem.statistics} == {pair.target.name for pair in problem.plan.pairs}
+        return super().transfer(problem)
+
+
+def result(method: str | Method = "bico", **options: Any) -> Result:
     torch.manual_seed(0)
     source, target = ToyViT(), ToyViT(width=40, depth=3)
     pairs = plan(source, target).pairs
@@ -37,12 +48,16 @@ def worker(rank: int, size: int, folder: str, options: dict[str, Any]) -> None:
         with processes() as here:
             assert (here.rank, here.size) == (rank, size)
             found = result(**options)
+            if size == 2:
+                bico = get_method("bico")
+                assert isinstance(bico, BilinearAlignment)
+                whole = result(Whole(**vars(bico))).task_vector
+                torch.save({name: whole.dense(name) for name in whole}, f"{folder}/{rank}.whole")
+                torch.save(gather_entries(entries_of(rank)), f"{folder}/{rank}.entries")
         entries = {name: found.task_vector.dense(name) for name in found.task_vector}
         torch.save(
             (entries, [record.__dict__ for record in found.records], found.record["samples"]), f"{folder}/{rank}"
         )
-        if size == 2:
-            torch.save(gather_entries(entries_of(rank)), f"{folder}/{rank}.entries")
     finally:
         dist.destroy_process_group()
 
@@ -84,7 +99,12 @@ def assert_same_result(found: list[Any], alone: Result) -> None:
 
 def test_two_processes_give_the_result_of_one(tmp_path: Path) -> None:
     """In the default run; the tests with more processes and options are slow."""
-    assert_same_result(by_processes(2, tmp_path / "two"), result())
+    two = by_processes(2, tmp_path / "two")
+    assert_same_result(two, result())
+    for rank in range(2):
+        whole = torch.load(tmp_path / "two" / f"{rank}.whole")
+        assert all(torch.equal(entry, two[0][0][name]) for name, entry in whole.items())
+        assert list(whole) == list(two[0][0])
     expected = entries_of(0) | entries_of(1)
     for rank in range(2):
         entries = torch.load(tmp_path / "two" / f"{rank}.entries", weights_only=False)
@@ -107,7 +127,7 @@ def test_the_shares_of_two_processes_draw_the_tokens_of_one(monkeypatch: pytest.
     given = {"loss": loss, "pairs": plan(source, target).pairs, "signals": "bico", "max_tokens": 33}
     job = prepare(source, finetuned(source), target, batches(count=44, batch=8), **given)
     whole = measured(job)
-    monkeypatch.setattr(solve, "reduce_statistics", lambda found, _: found)
+    monkeypatch.setattr(solve, "reduce_statistics", lambda found, *_, **__: found)
     parts = []
     for rank in range(2):
         monkeypatch.setattr(distributed, "ranks", lambda rank=rank: Ranks(rank, 2))
@@ -131,27 +151,6 @@ def test_any_number_of_processes_gives_the_same_result(tmp_path: Path, options: 
     assert_same_result(four, alone)
     assert again[0][0].keys() == two[0][0].keys()
     assert all(torch.equal(again[0][0][name], entry) for name, entry in two[0][0].items())
-
-
-def one_batch_each(rank: int, size: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
-    torch.manual_seed(0)
-    source, target = ToyViT(), ToyViT()
-    job = prepare(
-        source, finetuned(source), target, batches(count=8, batch=8), loss=loss, pairs=plan(source, target).pairs
-    )
-    try:
-        with pytest.raises(TuneportError, match=r"1 calibration batches cannot be split over 2 processes"):
-            run(job)
-        with pytest.raises(TuneportError, match=r"are not supported with several processes: pass a number as `scale`"):
-            run(job, scale="auto")
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_a_job_that_cannot_be_split_is_refused(tmp_path: Path) -> None:
-    run_together(one_batch_each, (2, str(tmp_path)), 2)
 
 
 def test_one_process_needs_no_process_group() -> None:

@@ -1,4 +1,4 @@
-"""Generators: a model in memory, in parts, and a server of our own on loopback that behaves well or badly."""
+"""Generators: a model in memory, and a server of our own on loopback that behaves well or badly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from builders.completions import Server, serving
 from builders.texts import SENTENCES
 from builders.writers import writer
 from tuneport.errors import TuneportError
-from tuneport.models.generation import Sampling, Written, generate_texts
+from tuneport.models.generation import Sampling, generate_texts
 from tuneport.synthetic.generators import LARGEST_ANSWER, LocalGenerator, ServerGenerator
 
 LINE = Sampling(max_new_tokens=7, temperature=0.9, top_p=0.8, stops=("\n",), seed=5)
@@ -103,17 +103,8 @@ def test_no_server_and_no_model_are_said(server: Server) -> None:
             ServerGenerator(wrong)
 
 
-def test_a_model_in_parts_writes_what_one_writes(tmp_path: Path) -> None:
+def test_a_model_writes_in_batches(tmp_path: Path) -> None:
     model = writer(tmp_path)
     prompts = [sentence[:12] for sentence in SENTENCES]
-    parts: dict[int, Written] = {}
-
-    def gather(part: dict[int, Written]) -> dict[int, Written]:
-        parts.update(part)
-        return parts
-
-    with pytest.raises(KeyError):  # the other part is missing
-        LocalGenerator(model, 4, (0, 2), gather).write(prompts, LINE)
-    found = LocalGenerator(model, 4, (1, 2), gather).write(prompts, LINE)
-    assert found == generate_texts(model, prompts, LINE, batch_size=4)
+    assert LocalGenerator(model, 4).write(prompts, LINE) == generate_texts(model, prompts, LINE, batch_size=4)
     assert LocalGenerator(model).name == model.name

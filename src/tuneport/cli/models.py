@@ -19,7 +19,7 @@ from ..config import (
     MergeInputs,
 )
 from ..errors import TuneportError
-from .terminal import Bar, emit_json, note, say, show
+from .terminal import Bar, emit_json, listening, note, say, show
 from .transfer import print_next
 
 if TYPE_CHECKING:
@@ -66,10 +66,13 @@ def merge(inputs: MergeInputs, config: MergeConfig, json: bool) -> None:
 def distill(inputs: DistillInputs, config: DistillConfig, json: bool) -> None:
     """Let a fine-tuned model teach another one, without labels, and write the student."""
     from ..pipeline.distill import distill_to_folder
+    from ..processes import processes
     from ..report.summary import distilled_words, written_words
 
-    with Bar("distilling") as events:
+    with processes(config.device) as here, listening("distilling", here.first) as events:
         record = distill_to_folder(inputs, config, events)
+    if not here.first:
+        return
     if json:
         emit_json(record)
         return
@@ -82,15 +85,19 @@ def distill(inputs: DistillInputs, config: DistillConfig, json: bool) -> None:
 def evaluate(inputs: EvaluateInputs, config: EvaluateConfig, json: bool) -> None:
     """Score models: with their head or by a linear probe; a language model by its loss or its likeliest answers."""
     from ..pipeline.evaluate import evaluate
+    from ..processes import processes
 
     if inputs.ask is not None:
         _ask(inputs.ask, inputs, config, json)
         return
     assert inputs.data is not None
     found: dict[str, Evaluation] = {}
-    for model in inputs.model:
-        with Bar("evaluating") as events:
-            found[model] = evaluate(model, inputs.data, inputs.base, events=events, **config.values())
+    with processes(config.device) as here:
+        for model in inputs.model:
+            with listening("evaluating", here.first) as events:
+                found[model] = evaluate(model, inputs.data, inputs.base, events=events, **config.values())
+    if not here.first:
+        return
     if json:
         about = {"data": inputs.data, "head": config.head}
         rows = [{"model": name, **about, **_plain(result)} for name, result in found.items()]

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -181,6 +181,11 @@ class Bar(Events):
     def mark(self, mark: Any) -> None:
         agreement = f"agreement {100 * mark.agreement:.0f} %"
         self.step(f"distilling, loss {mark.held_out_loss:.3g}, {agreement}")
+
+
+def listening(words: str, first: bool) -> AbstractContextManager[Events]:
+    """A bar for the first of several processes; the others say nothing."""
+    return Bar(words) if first else nullcontext(Events())
 
 
 @contextmanager

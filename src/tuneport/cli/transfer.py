@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from ..config import TransferConfig, TransferInputs
-from .terminal import Bar, as_options, emit_json, say
+from .terminal import as_options, emit_json, listening, say
 
 HARM = 3  # the exit code of --fail-on-harm
 
@@ -18,13 +18,12 @@ HARM = 3  # the exit code of --fail-on-harm
 def transfer(inputs: TransferInputs, config: TransferConfig, json: bool) -> None:
     """Port a fine-tune to a new base model."""
     from ..pipeline.run import run_to_folder
-    from ..runtime.distributed import processes
+    from ..processes import processes
 
-    with processes(config.device) as here:
-        with Bar("measuring") as events:
-            record = run_to_folder(inputs, config, events)
-        if not here.first:
-            return
+    with processes(config.device) as here, listening("measuring", here.first) as events:
+        record = run_to_folder(inputs, config, events)
+    if not here.first:
+        return
     if json:
         emit_json(record)
     else:

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from ..config import TransferInputs, UpgradeConfig
-from .terminal import Bar, emit_json, say, show
+from .terminal import emit_json, listening, say, show
 from .transfer import print_next
 
 
 def upgrade(inputs: TransferInputs, config: UpgradeConfig, json: bool) -> None:
     """Bring a fine-tune to a new base model by the best route."""
     from ..pipeline.upgrade import upgrade_to_folder
+    from ..processes import processes
 
-    with Bar("upgrading") as events:
+    with processes(config.device) as here, listening("upgrading", here.first) as events:
         record = upgrade_to_folder(inputs, config, events)
+    if not here.first:
+        return
     if json:
         emit_json(record)
         return

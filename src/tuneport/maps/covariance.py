@@ -176,6 +176,7 @@ class CrossCovariance:
             "dtype": self.signal_dtype,
             "energies": (float(self.source_energy), float(self.target_energy)),
             "rows": None if self.rows is None else self.most,
+            "row_dtypes": [part.dtype for part in self.rows[0]] if self.rows else None,
             "nbytes": self.nbytes,
         }
 
@@ -187,22 +188,28 @@ class CrossCovariance:
         total.target_energy += sum(other["energies"][1] for other in facts)
         total.signal_dtype = _coarser(*(other["dtype"] for other in facts))
         kept = self.keeps_tokens(sum(other["nbytes"] for other in facts), self.shape)
-        if kept and self.rows is not None and all(other["rows"] for other in facts):
-            total.rows = self._gather([other["rows"] for other in facts])
+        if kept and all(other["rows"] is not None for other in facts):
+            total.rows = self._gather(facts)
         else:
             total.matrix = self.matrix
             dist.reduce(total.matrix, owner)
         return total
 
-    def _gather(self, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    def _gather(self, facts: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
         """The kept tokens of all processes, in their order, padded since a gather needs equal sizes."""
+        lengths = [other["rows"] for other in facts]
+        if not any(lengths):
+            return []
+        dtypes = next(other["row_dtypes"] for other in facts if other["row_dtypes"])
         sides = []
-        for side, width in enumerate(self.shape):
-            own = torch.cat([pair[side] for pair in self.rows or ()])
-            own = torch.cat([own, own.new_zeros(max(lengths) - len(own), width)])
-            parts = [torch.empty_like(own) for _ in lengths]
-            dist.all_gather(parts, own)
-            sides.append([part[:length].clone() for part, length in zip(parts, lengths, strict=True)])
+        for side, (width, dtype) in enumerate(zip(self.shape, dtypes, strict=True)):
+            padded = torch.zeros(max(lengths), width, dtype=dtype, device=self.device)
+            start = 0
+            for pair in self.rows or ():
+                padded[start : (start := start + len(pair[side]))] = pair[side]
+            parts = [torch.empty_like(padded) for _ in lengths]
+            dist.all_gather(parts, padded)
+            sides.append([part[:length].clone() for part, length in zip(parts, lengths, strict=True) if length])
         return list(zip(sides[0], sides[1], strict=True))
 
 

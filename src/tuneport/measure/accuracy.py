@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -15,8 +15,10 @@ from ..data.dataset import UNLABELLED, Dataset, align_labels, with_prompts
 from ..errors import DataError, TuneportError
 from ..models.base import Model
 from ..models.heads import Head
+from ..processes import divided
 from ..types import Progress
 
+T = TypeVar("T")
 Protocol = Literal["zero-shot", "linear-probe", "perplexity", "likelihood"]
 
 
@@ -75,11 +77,12 @@ def zero_shot(
     """Accuracy of the highest class score, with the head as it is."""
     check_counted(model, head)
     data = align_labels(data, head.classes)
-    found = []
-    for batch, _ in encode_batches(model, data, batch_size, progress):
+
+    def highest(batch: dict[str, Tensor]) -> NDArray[np.int64]:
         with torch.inference_mode():
-            found.append(head.scores(model, model.module, batch).argmax(-1).cpu().numpy())
-    predicted = np.concatenate(found)
+            return head.scores(model, model.module, batch).argmax(-1).cpu().numpy()
+
+    predicted = np.concatenate(each_batch(highest, model, data, batch_size, progress))
     right = 100.0 * float(np.mean(predicted == data.labels))
     known: dict[str, Any] = {"predicted": predicted, "labels": data.labels, "classes": head.classes}
     return Evaluation(right, len(data), "zero-shot", **known)
@@ -114,11 +117,32 @@ def compute_features(model: Model, data: Dataset, *, batch_size: int = 128, prog
     """The model's features (N, width) of every sample, in order, on the CPU."""
     if model.features is None:
         raise TuneportError(f"{model.name} gives no features: tuneport does not know its family.")
-    rows = []
-    for batch, _ in encode_batches(model, data, batch_size, progress):
+    features = model.features
+
+    def rows(batch: dict[str, Tensor]) -> Tensor:
         with torch.inference_mode():
-            rows.append(model.features(model.module, batch).float().cpu())
-    return torch.cat(rows)
+            return features(model.module, batch).float().cpu()
+
+    return torch.cat(each_batch(rows, model, data, batch_size, progress))
+
+
+def each_batch(
+    work: Callable[[dict[str, Tensor]], T],
+    model: Model,
+    data: Dataset,
+    batch_size: int,
+    progress: Progress | None = None,
+) -> list[T]:
+    """What `work` makes of each batch of encoded samples, in order; several processes divide the batches."""
+    _check_batches(data, batch_size)
+    starts = range(0, len(data), batch_size)
+
+    def one(start: int) -> T:
+        part = data.subset(np.arange(start, min(start + batch_size, len(data))))
+        [found] = [work(batch) for batch, _ in encode_batches(model, part, batch_size, progress)]
+        return found
+
+    return divided(starts, one)
 
 
 def encode_batches(
@@ -128,9 +152,7 @@ def encode_batches(
 
     Labels of unlabelled data are all -100, which cross-entropy ignores: a loss over nothing else is NaN.
     """
-    if batch_size <= 0:
-        raise DataError(f"asked for batches of {batch_size}; expected at least 1.")
-    check_samples(data)
+    _check_batches(data, batch_size)
     if model.encode is None:
         raise TuneportError(model.unreadable)
     model.check_kind(data)
@@ -143,6 +165,12 @@ def encode_batches(
         yield batch
         if progress is not None:
             progress(len(batch[1]))
+
+
+def _check_batches(data: Dataset, batch_size: int) -> None:
+    if batch_size <= 0:
+        raise DataError(f"asked for batches of {batch_size}; expected at least 1.")
+    check_samples(data)
 
 
 def check_samples(data: Dataset) -> None:

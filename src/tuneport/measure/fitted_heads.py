@@ -33,7 +33,7 @@ from ..models.weights import changed, finetuned
 from ..task_vectors.lora_format import PREFIX, Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
-from .accuracy import encode_batches
+from .accuracy import each_batch
 from .chance import LEVEL, tail
 from .samples import DatasetSamples, Samples
 from .signals import frozen
@@ -253,8 +253,7 @@ def _inputs(model: Model, module: nn.Module, place: str, data: Dataset, batch_si
     setattr(parent, name, nn.Identity())
     try:
         with frozen(module), torch.no_grad():
-            batches = encode_batches(model, data, batch_size)
-            return [forward(module, batch).double().cpu() for batch, _ in batches]
+            return each_batch(lambda batch: forward(module, batch).double().cpu(), model, data, batch_size)
     finally:
         setattr(parent, name, layer)
 
@@ -263,8 +262,9 @@ def scores_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, ba
     """The scores of a `Dataset` that the model, with its change, gives to the samples; it is restored after."""
     model.require_in_memory("labelling samples", "give a larger one, or data with labels")
     with finetuned(model, change), frozen(model.module), torch.no_grad():
-        batches = encode_batches(model, data, batch_size)
-        found = [head.scores(model, model.module, batch).double().cpu() for batch, _ in batches]
+        found = each_batch(
+            lambda batch: head.scores(model, model.module, batch).double().cpu(), model, data, batch_size
+        )
     return torch.cat(found).numpy() if model.task != "token" else _by_spans(model, data, chain(*found))
 
 

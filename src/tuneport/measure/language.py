@@ -17,6 +17,7 @@ from ..data.dataset import UNLABELLED, Dataset, with_prompts
 from ..errors import DataError, TuneportError
 from ..models.base import Model
 from ..models.tokenizer import Encoded
+from ..processes import divided
 from ..types import Progress
 from .accuracy import Evaluation, Protocol, check_samples
 from .chance import ratio, standard_error
@@ -67,21 +68,25 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     of the right answers.
     """
     _check(model, data)
-    parts, predicted = [], []
     size = questions_at_once(model, batch_size, max(map(len, candidates_of(data)), default=1))
-    for start in range(0, len(data), size):
+
+    def scored(start: int) -> tuple[list[int], list[list[Any]]]:
         part = data.subset(np.arange(start, min(start + size, len(data))))
         asked, counts = each_answer(part)
         assert part.labels is not None
         found = _score(model, asked, len(asked) if model.answer_logits is not None else batch_size, counts=counts)
-        begin = 0
+        begin, chosen, rows = 0, [], []
         for label, count in zip(part.labels, counts, strict=True):
-            losses = found.losses[begin : begin + count]
-            predicted.append(int(losses.argmin()))
-            parts.append([values[begin + label] for values in vars(found).values()])
+            chosen.append(int(found.losses[begin : begin + count].argmin()))
+            rows.append([values[begin + label] for values in vars(found).values()])
             begin += count
         if progress is not None:
             progress(len(part))
+        return chosen, rows
+
+    answered = divided(range(0, len(data), size), scored)
+    predicted = [place for chosen, _ in answered for place in chosen]
+    parts = [row for _, rows in answered for row in rows]
     chosen = _Scores(*(np.array(values) for values in zip(*parts, strict=True)))
     right = 100.0 * float(np.mean(np.array(predicted) == data.labels))
     scores, classes = chosen.evaluation(right, len(data), "likelihood"), () if data.choices else data.classes
@@ -113,8 +118,8 @@ def _score(
     model: Model, data: Dataset, batch_size: int, progress: Progress | None = None, counts: Sequence[int] = ()
 ) -> _Scores:
     objective = choose_objective(data, [model])
-    parts = []
-    for start in range(0, len(data), batch_size):
+
+    def scored(start: int) -> list[NDArray[Any]]:
         samples = data.subset(np.arange(start, min(start + batch_size, len(data))))
         encoded = objective.encode(model, with_prompts(samples))
         with torch.inference_mode():
@@ -123,9 +128,11 @@ def _score(
             right = (logits.argmax(-1) == labels) & wanted
             sums = [each.sum(1).cpu().numpy() for each in (wanted, right)]
             losses = [sample_losses(logits, each).cpu().numpy() for each in (labels, _own(model, encoded, labels))]
-        parts.append([*losses, *sums, np.array(encoded.characters), np.array(encoded.cut, dtype=np.int64)])
         if progress is not None:
             progress(len(samples))
+        return [*losses, *sums, np.array(encoded.characters), np.array(encoded.cut, dtype=np.int64)]
+
+    parts = divided(range(0, len(data), batch_size), scored)
     return _Scores(*(np.concatenate(values) for values in zip(*parts, strict=True)))
 
 

@@ -1,7 +1,7 @@
 """Let a model write texts after prompts, in batches of similar length, each with the likelihood of what it wrote.
 
 Every prompt has a stream of chance of its own, seeded by its tokens, and batches are made of all prompts in one fixed
-order. So the texts depend neither on the order of the prompts nor on the number of parts that share the batches.
+order. So the texts depend neither on the order of the prompts nor on the number of processes that divide the batches.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CaptureError, DataError, TuneportError, reraised
+from ..processes import divided
 from ..types import Chat, Progress
 from .base import Model
 from .chat import apply_template, prompt_text
@@ -76,32 +78,16 @@ def generate_texts(
     batch_size: int | None = None,
     advance: Progress | None = None,
 ) -> list[Written]:
-    """Write one text after each prompt, in the order of the prompts. A prompt given twice gets two texts."""
-    found = generate_part(model, prompts, sampling, batch_size=batch_size, advance=advance)
-    return [found[index] for index in range(len(prompts))]
+    """Write one text after each prompt, in the order of the prompts. A prompt given twice gets two texts.
 
-
-def generate_part(
-    model: Model,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    part: tuple[int, int] = (0, 1),
-    batch_size: int | None = None,
-    advance: Progress | None = None,
-) -> dict[int, Written]:
-    """Write the texts of one of several parts, such as processes; the parts together write what one would write.
+    Several processes divide the batches, and write what one would write.
 
     Args:
         model: a causal or an encoder-decoder model in memory.
-        prompts: all prompts, also those of other parts: texts, or chats that the model is to answer.
+        prompts: texts, or chats that the model is to answer.
         sampling: how the texts are written.
-        part: the place of this part and the number of parts.
-        batch_size: rows of a batch, else a number that fits the device; it must be the same for all parts.
+        batch_size: rows of a batch, else a number that fits the device.
         advance: gets the number of texts that were written since the last call.
-
-    Returns:
-        The place of each prompt of this part -> its text.
     """
     reader = _reader_of(model)
     rows = _encode(model, prompts, sampling.max_new_tokens)
@@ -114,13 +100,15 @@ def generate_part(
     size = batch_size or ROWS.get(model.device.type, MOST_ROWS)
     batches = [order[at : at + size] for at in range(0, len(order), size)]
     ends = _ends(reader)
-    found: dict[int, Written] = {}
-    for batch in batches[part[0] :: part[1]]:
+
+    def write(batch: list[int]) -> list[Written]:
         texts = _write(model, [rows[index] for index in batch], [chances[index] for index in batch], sampling, ends)
-        found |= dict(zip(batch, texts, strict=True))
         if advance is not None:
             advance(len(batch))
-    return found
+        return texts
+
+    texts = dict(zip(order, chain(*divided(batches, write)), strict=True))
+    return [texts[index] for index in range(len(prompts))]
 
 
 def _reader_of(model: Model) -> Reader:

@@ -19,7 +19,6 @@ from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
 from ..errors import OptionError, TuneportError
 from ..io.hub import local
-from ..io.output import claimed
 from ..measure.samples import DatasetSamples
 from ..methods import get_method
 from ..models.base import Model, ModelLike
@@ -28,6 +27,7 @@ from ..models.heads import Head, choose_head
 from ..models.open import dtype_on, open_both, path_of, pick_device, pick_dtype
 from ..outputs import Output, Update, output_of
 from ..pairing import Plan
+from ..processes import by_first
 from ..report.provenance import data_identity, identity_of, package_version, versions
 from ..report.record import to_json
 from ..runtime.resume import Work, fingerprint
@@ -39,7 +39,7 @@ from ..types import Events, Sides
 from .evaluate import with_protocol
 from .lessons import Lessons, OldModel, Rows, lessons_of, read_own, samples_of, texts_of_test_split
 from .result import Result
-from .run import finished, state_file
+from .run import claimed_by_first, finished, state_file
 
 
 def distill(
@@ -78,24 +78,24 @@ def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Even
     out, output, events = Path(inputs.out), output_of(_output_options(config)), events or Events()
     read = (inputs.finetuned, inputs.target, inputs.data, inputs.source, config.head)
     places = [path_of(path) for path in read if isinstance(path, (str, Path))]
-    output.check_place(out, config.overwrite or config.resume, inputs=places)
+    by_first(lambda: output.check_place(out, config.overwrite or config.resume, inputs=places))
     found = _prepare(inputs.finetuned, inputs.target, inputs.data, inputs.source, config)
     if inputs.data is not None:
         found = replace(found, about=with_protocol(found.about, found.old.models.target, inputs.data, config.head))
     conditions = deciding(found.about, config)
     work = Work(out, conditions, config.save_every)
-    with claimed(out):
-        done = finished(out, output) if config.resume else None
+    with claimed_by_first(out):
+        done = by_first(lambda: finished(out, output)) if config.resume else None
         if done is not None and done.get("fingerprint") == fingerprint(conditions):
-            work.remove()
+            by_first(work.remove)
             return done
         size = _size(found.old.models.target, config, output)
-        output.check_place(out, config.overwrite, needed_bytes=size)
+        by_first(lambda: output.check_place(out, config.overwrite, needed_bytes=size))
         if not config.resume:
-            work.remove()
+            by_first(work.remove)
         result = _taught(found, config, events, work)
-        written = result.write(out, overwrite=config.overwrite)
-        work.remove()
+        written = by_first(lambda: result.write(out, overwrite=config.overwrite))
+        by_first(work.remove)
     return written
 
 

@@ -49,6 +49,7 @@ from ..models.change import (
 from ..models.open import dtype_on, open_both, pick_device, pick_dtype, slow_note
 from ..models.weights import finetuned
 from ..pairing import Plan
+from ..processes import divided
 from ..report import record as records
 from ..report.provenance import base_note, identity_of, package_version, versions
 from ..report.record import to_json
@@ -251,9 +252,12 @@ def _by_tokens(
 ) -> InputCheck:
     """The losses of texts; a fine-tune may well be worse on texts of another kind, so that nothing is refused."""
 
+    def each(place: int) -> Tensor:
+        return torch.cat([loss.each(source.module, batch.source) for batch in samples.take_batches(place, place + 1)])
+
     def losses() -> NDArray[np.float64]:
         with frozen(source.module), torch.no_grad():
-            return torch.cat([loss.each(source.module, batch.source) for batch in samples]).numpy()
+            return torch.cat(divided(range(len(samples.batch_sizes)), each)).numpy()
 
     base = losses()
     with finetuned(source, change.vector):

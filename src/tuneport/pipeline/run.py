@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from ..measure.unseen import Unseen, unseen
 from ..methods import get_method
 from ..models.open import path_of
 from ..outputs import Output, Update, output_of
+from ..processes import by_first
 from ..report.summary import label_words
 from ..runtime.budget import passes_of
-from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
 from ..training.state import StateFile
@@ -36,7 +37,7 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
     """Run a transfer, write its result to `inputs.out` and return the run record; a killed run can be resumed.
 
     What is measured is saved in a hidden folder next to the output, which a finished run removes. Of several processes
-    the first writes, and the others only help to measure.
+    the first writes.
 
     Args:
         inputs: models, data and output.
@@ -47,13 +48,11 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
     given = (inputs.source, inputs.finetuned, inputs.target, inputs.data)
     test = read_test(inputs.data, config.columns) if config.evaluate else None
     labelled = test is not None and test.labels is not None  # others are scored without a loss
-    if not ranks().first:
-        return run(prepare(*given, config, tested=labelled or None), config, events=events).record
     out, output = Path(inputs.out), output_of(config)
     read = (inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head)
     paths = [path_of(place) for place in read if isinstance(place, (str, Path))]
-    with claimed(out):
-        output.check_place(out, config.overwrite or config.resume, inputs=paths)
+    with claimed_by_first(out):
+        by_first(lambda: output.check_place(out, config.overwrite or config.resume, inputs=paths))
         setup, untested = prepare(*given, config, tested=labelled or None), ""
         about = with_protocol(setup.about, setup.models.target, inputs.data, config.head, config.columns)
         setup = replace(setup, about=about)
@@ -61,6 +60,14 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
             usual = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
             test, untested = (None, usual) if isinstance(usual, str) else (usual, "")
         return write_run(setup, out, config, events, test=test, untested=untested)
+
+
+@contextmanager
+def claimed_by_first(out: Path) -> Iterator[None]:
+    """Hold the lock of an output in the first process while the block lasts in all of them."""
+    with ExitStack() as held:
+        by_first(lambda: held.enter_context(claimed(out)))
+        yield
 
 
 def write_run(
@@ -85,7 +92,7 @@ def write_run(
     _check(setup, config, output_of(config), test)
     _tell_notes(setup, events)
     on, untested = _to_score(setup, config, test, untested, events)
-    with claimed(out):
+    with claimed_by_first(out):
         return _write_run(setup, out, config, events, on, untested)
 
 
@@ -97,21 +104,21 @@ def _write_run(
         events.note("the scale is 1, as in the paper: no sample can be scored to choose it")
     conditions = conditions_of(setup.about, config, method, scale)
     work = Work(out, conditions, config.save_every)
-    done = finished(out, output) if config.resume else None
+    done = by_first(lambda: finished(out, output)) if config.resume else None
     if done is not None and done.get("fingerprint") == fingerprint(conditions):
-        work.remove()
+        by_first(work.remove)
         events.note(f"{out} was complete already")
         if on is None or done.get("evaluation", {}).get("samples") == len(on.test):
             return done
         events.step("scoring the test split")
         return _score_finished(setup, out, config, done, on)
     update = Update(setup.models.target, setup.change.vector, fits_head=setup.change.fits_head)
-    output.check_place(out, config.overwrite, needed_bytes=output.size(setup.plan, update, method))
-    _resume(work, config.resume, events)
+    size = output.size(setup.plan, update, method)
+    by_first(lambda: output.check_place(out, config.overwrite, needed_bytes=size))
+    by_first(lambda: _resume(work, config.resume, events))
     passes = _passes(setup, config, scale, events)
     try:
-        kept = work if ranks().size == 1 else None
-        ported = result = run(setup, config, passes=passes, work=kept, events=events)
+        ported = result = run(setup, config, passes=passes, work=work, events=events)
         if config.distill is not None:
             lora = config.rank if config.as_ == "adapter" else None
             result = ported.distill(config.distill, lora=lora, events=events, saved=state_file(work))
@@ -128,12 +135,12 @@ def _write_run(
                 untested = _reason(error, events)
         events.step("writing")
         record = {**result.record, **_outcome(result.record, found, result.scale, scale, untested)}
-        written = replace(result, record=record).write(out)
+        written = by_first(lambda: replace(result, record=record).write(out))
     except KeyboardInterrupt:
         if work.exists():
             events.note("what was measured is kept; the same call with `resume=True` continues from it")
         raise
-    work.remove()
+    by_first(work.remove)
     return written
 
 
@@ -217,7 +224,7 @@ def _score_finished(
     found = compare(setup.models, setup.change, calibration, {role: (model, {})}, on, config, name=name)
     strength = done["scale"] if role == "port" else 1.0
     record = {**done, **_outcome(done, found, strength, scale, "")}
-    output.rewrite(out, record, target.weights.library)
+    by_first(lambda: output.rewrite(out, record, target.weights.library))
     return record
 
 

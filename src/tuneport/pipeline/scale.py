@@ -40,6 +40,7 @@ from ..measure.signals import frozen
 from ..methods import Transfer
 from ..models.base import Model
 from ..outputs import Output, Update
+from ..processes import divided
 from ..types import Events, Loss, ScaleRule
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -236,22 +237,22 @@ class Judge:
 
     def score_batches(self, module: nn.Module, batches: Sequence[EvalBatch]) -> list[Scores]:
         """The scores of the target, which `module` is."""
-        loss, heads, found = self.loss, self.calibration.heads, list[Scores]()
-        assert loss is not None
         with frozen(module), torch.no_grad():
-            for batch, counts, right in batches:
-                if isinstance(loss, TokenLoss) and right is not None:
-                    losses = pad_sequence(loss.each(module, batch, counts).split(list(counts)), True, -PAD_SCORE)
-                    found.append((-losses, right))
-                elif isinstance(loss, TokenLoss) or (isinstance(loss, HeadLoss) and self.target.regresses):
-                    found.append((loss.each(module, batch), None))
-                elif heads is not None:
-                    found.append((heads.target.scores(self.target, module, batch[0]).cpu(), batch[1].cpu()))
-                else:  # the mean of the batch for each of its samples
-                    size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
-                    mean = float(loss(module, batch)) / size
-                    found.append((torch.full((size,), mean, dtype=torch.float64), None))
-        return found
+            return divided(batches, lambda batch: self._score_batch(module, *batch))
+
+    def _score_batch(self, module: nn.Module, batch: Any, counts: Sequence[int], right: Tensor | None) -> Scores:
+        loss, heads = self.loss, self.calibration.heads
+        assert loss is not None
+        if isinstance(loss, TokenLoss) and right is not None:
+            losses = pad_sequence(loss.each(module, batch, counts).split(list(counts)), True, -PAD_SCORE)
+            return -losses, right
+        if isinstance(loss, TokenLoss) or (isinstance(loss, HeadLoss) and self.target.regresses):
+            return loss.each(module, batch), None
+        if heads is not None:
+            return heads.target.scores(self.target, module, batch[0]).cpu(), batch[1].cpu()
+        # the mean of the batch for each of its samples
+        size = len(batch[1]) if isinstance(batch, (tuple, list)) and len(batch) == 2 else 1
+        return torch.full((size,), float(loss(module, batch)) / size, dtype=torch.float64), None
 
     def summarize(self, scores: Sequence[Scores]) -> Score:
         """The score of all batches."""

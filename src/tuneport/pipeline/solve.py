@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +23,14 @@ from ..measure.batches import move_batch
 from ..measure.capture import Request, measure_pairs
 from ..measure.fitted_heads import measuring
 from ..measure.measurement import Measurement
+from ..measure.samples import Samples
 from ..measure.signals import INPUT, WEIGHT_GRADIENT
 from ..measure.tokens import TokenLimit
 from ..methods import Method, Problem, Transfer
 from ..models.change import Change
 from ..models.offload import pinned, placed, to_temporary_file
-from ..runtime.distributed import gather_transfer, ranks, reduce_statistics, share_of
+from ..processes import agreed, ranks
+from ..runtime.distributed import gather_transfer, reduce_statistics, share_of
 from ..runtime.passes import Passes, by_block, groups_of
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
@@ -102,8 +105,9 @@ class _Solver:
         with pinned(measurement.source.module, source), pinned(measurement.target.module, target):
             for index, group in enumerate(groups := groups_of(measurement, passes)):
                 statistics = self._measure(group, _stage("all", index, groups))
-                if passes is not None and passes.result_in_files and ranks().size == 1:
-                    moved += [_in_files(self._move(block, statistics)) for block in by_block(group)]
+                if passes is not None and passes.result_in_files:
+                    parts = by_block(group) if ranks().size == 1 else [group]  # processes own blocks of a group
+                    moved += [_in_files(self._move(part, statistics)) for part in parts]
                 else:
                     moved.append(self._move(group, statistics))
                 counted = _count(counted, statistics)
@@ -149,8 +153,14 @@ class _Solver:
     def _measure(self, measurement: Measurement, stage: str) -> Statistics:
         started = time.perf_counter()
         self.events.step("measuring")
-        views, advance = self.method.uses_augmented_inputs, self.events.advance
-        statistics = measure(measurement, views=views, progress=advance, work=self.work, stage=stage)
+        statistics = measure(
+            measurement,
+            views=self.method.uses_augmented_inputs,
+            by_layer=self.method.by_layer,
+            progress=self.events.advance,
+            work=self.work,
+            stage=stage,
+        )
         if (device := measurement.runs_on).type == "cuda":
             torch.cuda.synchronize(device)
         self.seconds += time.perf_counter() - started
@@ -158,8 +168,7 @@ class _Solver:
 
     def _move(self, measurement: Measurement, statistics: Statistics) -> Transfer:
         self.events.step(f"solving {len(measurement.plan.pairs)} layers")
-        problem, transfer = problem_of(measurement, self.change.vector, statistics), self.method.transfer
-        return gather_transfer(problem, transfer) if self.method.by_layer else transfer(problem)
+        return gather_transfer(problem_of(measurement, self.change.vector, statistics), self.method)
 
     def _with_rows(self, moved: Transfer) -> Transfer:
         """A transfer with the rows of added tokens, unless the method moved the tables themselves."""
@@ -184,6 +193,7 @@ def measure(
     *,
     signals: Iterable[str] | None = None,
     views: bool = False,
+    by_layer: bool = True,
     progress: Progress | None = None,
     work: Work | None = None,
     stage: str = "all",
@@ -194,6 +204,7 @@ def measure(
         measurement: models, layers, samples and limits.
         signals: in place of those of the measurement.
         views: also measure the inputs of augmented samples (`tuneport.data.views`), which are not saved.
+        by_layer: of several processes, each gets the sums of the layers that it owns; else the first gets all.
         progress: called with the number of samples that were measured since the last call.
         work: saves the statistics under the name of the `stage`, and continues what an earlier run has saved there.
         stage: see `work`.
@@ -201,34 +212,44 @@ def measure(
     wanted = frozenset(measurement.signals if signals is None else signals)
     if not wanted:
         return Statistics()
-    if measurement.limits.max_tokens is not None:
+    here = ranks()
+    if measurement.limits.max_tokens is not None or here.size > 1:
         measurement = measurement.listed()
+    stage = stage if here.size == 1 else f"{stage}-{here.rank}-of-{here.size}"
     earlier = work.load(stage, measurement.runs_on) if work is not None else None
     if earlier is not None and progress is not None:
         progress(earlier.samples)
     keeper = work.keeper(stage) if work is not None else None
+    owned: dict[str, Any] = {"by_layer": by_layer, "device": measurement.runs_on}
     with measuring(measurement.target, measurement.samples):
-        statistics = _measured(measurement, wanted, progress, earlier, keeper)
+        share = share_of(measurement.samples)
+        found = agreed(lambda: _measured(measurement, share, wanted, progress, earlier, keeper))
+    statistics = reduce_statistics(found, measurement.plan, **owned)
     more = measurement.samples.views(measurement.limits.seed) if views and INPUT in wanted else None
     if more is not None:
-        statistics = statistics.extend(_measured(measurement.with_samples(more), frozenset({INPUT})))
-    return reduce_statistics(statistics, measurement.plan)
+        augmented, part = measurement.with_samples(more), share_of(more)
+        found = agreed(lambda: _measured(augmented, part, frozenset({INPUT})))
+        statistics = statistics.extend(reduce_statistics(found, measurement.plan, **owned))
+    return statistics
 
 
 def _measured(
     measurement: Measurement,
+    share: tuple[Samples, int],
     signals: frozenset[str],
     progress: Progress | None = None,
     earlier: Statistics | None = None,
     keeper: Callable[[Statistics], None] | None = None,
 ) -> Statistics:
-    """This process's share of the statistics."""
+    """The statistics of this process's share of the samples; none if it has no sample."""
+    mine, before = share
+    if not len(mine) and len(measurement.samples):
+        return Statistics()
     losses, limits, plan = measurement.calibration.losses, measurement.limits, measurement.plan
     assert losses is not None
     if limits.placements is None:
         for model in measurement.models:
             model.require_in_memory("measuring without a plan", "give a larger one, or run a transfer")
-    mine, before = share_of(measurement.samples)
     left = mine if earlier is None else mine.take_batches(earlier.passes["forward"])
     source, target = limits.placements or (None, None)
     limit = None

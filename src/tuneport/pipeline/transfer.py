@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config import MeasureConfig, TransferConfig
-from ..errors import MethodError, TuneportError, first_of
+from ..errors import MethodError, first_of
 from ..measure.fitted_heads import fit_head, with_teacher_scores
 from ..measure.measurement import Calibration, Limits, Measurement
 from ..measure.objectives import TokenLoss
@@ -25,7 +25,6 @@ from ..models.open import pick_device
 from ..outputs import Update, output_of
 from ..pairing import Plan
 from ..runtime.budget import passes_of
-from ..runtime.distributed import ranks
 from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.account import account
@@ -160,7 +159,6 @@ def run(
     method, output, change = get_method(config.method), output_of(config), setup.change
     scale, events = choose_rule(setup, config.scale), events or Events()
     measurement = setup.measurement(config, method)
-    _check_processes(method, scale, work)
     started = time.perf_counter()
     if passes is None:
         passes = passes_of(measurement, change.vector, method, chooses_scale=isinstance(scale, str))
@@ -249,26 +247,16 @@ def _scored(config: MeasureConfig, tested: bool | None) -> bool | None:
 def choose_rule(setup: Setup, scale: float | ScaleRule | None) -> float | ScaleRule:
     """The scale that was asked for; else a rule that chooses it where samples can be scored, else 1 as in the paper.
 
-    Samples can be scored if they have classes or are predicted token by token, by whole models in one process. The
-    rule for images is "safe", for texts "auto".
+    Samples can be scored if they have classes or are predicted token by token, by whole models. The rule for images is
+    "safe", for texts "auto".
     """
     if scale is not None:
         return scale
     heads, losses = setup.calibration.heads, setup.calibration.losses
     judged = heads is not None or (losses is not None and isinstance(losses.target, TokenLoss))
-    if not judged or ranks().size > 1 or any(model.weights.offloaded for model in setup.models):
+    if not judged or any(model.weights.offloaded for model in setup.models):
         return 1.0
     return "safe" if setup.models.target.kind == "image" else "auto"
-
-
-def _check_processes(method: Method, scale: float | ScaleRule, work: Work | None) -> None:
-    """Refuse what several processes cannot do."""
-    at_once = bool(method.signals) and not method.by_layer
-    if ranks().size > 1 and (isinstance(scale, str) or work is not None or at_once):
-        raise TuneportError(
-            'scale="auto", scale="safe", resuming and methods that move all layers at once are not supported with '
-            "several processes: pass a number as `scale` and no `resume`, choose another method, or use one process."
-        )
 
 
 def _check_moved(change: Change, done: Transfer) -> None:

@@ -24,7 +24,6 @@ from ..config import DistillConfig, TransferConfig, TransferInputs, UpgradeConfi
 from ..data.dataset import Dataset
 from ..data.samplers import select
 from ..errors import DataError, MethodError, OptionError, PairingError, TuneportError
-from ..io.output import claimed
 from ..measure.fitted_heads import before_port, with_teacher_scores
 from ..measure.routes import RouteJudge, RouteScore
 from ..methods import get_method
@@ -33,6 +32,7 @@ from ..models.change import Finetuned, is_whole
 from ..models.open import path_of
 from ..models.weights import changed
 from ..outputs import output_of
+from ..processes import by_first
 from ..report.decision import decision, disagreements
 from ..runtime.resume import Work, fingerprint
 from ..training.neutral import TOLERANCE, Neutral
@@ -42,6 +42,7 @@ from .distill import about_upgrade, deciding, taught
 from .inputs import conditions_of, open_models, read_change
 from .lessons import Lessons, OldModel, UpgradeSamples, read_own, samples_of
 from .result import Result
+from .run import claimed_by_first
 from .transfer import Setup, prepare, run
 
 MOST_SAMPLES = 2000  # own samples that are used unless more are asked for
@@ -110,20 +111,22 @@ def upgrade_to_folder(inputs: TransferInputs, config: UpgradeConfig, events: Eve
     events, out = events or Events(), Path(inputs.out)
     read = (inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head, config.extra, config.generator)
     paths = [path_of(place) for place in read if isinstance(place, (str, Path))]
-    with claimed(out):
-        output_of(_transfer_config(config)).check_place(out, config.overwrite, inputs=paths)
+    with claimed_by_first(out):
+        output = output_of(_transfer_config(config))
+        by_first(lambda: output.check_place(out, config.overwrite, inputs=paths))
         tuned: Any = inputs.finetuned if len(inputs.finetuned) > 1 else inputs.finetuned[0]
         found = _upgrade(inputs.source, tuned, inputs.target, inputs.data, config, events, out)
         about = {"routes": [row.row() for row in found.routes], "chosen": found.chosen, "decision": found.decision}
         if found.result is None:
-            Work(out, {}).remove()
+            by_first(Work(out, {}).remove)
             return {**about, "out": None}
         events.step("writing")
         said = {"headline": found.decision, "recommendation": NEXT}
         result = replace(found.result, record={**found.result.record, **about, **said})
         lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in found.disagreements)
-        written = result.write(out, texts={"disagreements.jsonl": lines}, overwrite=config.overwrite)
-        Work(out, {}).remove()
+        texts = {"disagreements.jsonl": lines}
+        written = by_first(lambda: result.write(out, texts=texts, overwrite=config.overwrite))
+        by_first(Work(out, {}).remove)
         return dict(written)
 
 
@@ -134,7 +137,7 @@ def _upgrade(
     routes = _prepare(source, tuned, target, data, config, events, out)
     judge, rows, made = routes.judge, routes.first_rows(), dict[str, Result]()
     for name in config.routes:
-        if config.time is not None and time.perf_counter() - started > config.time:
+        if config.time is not None and by_first(lambda: time.perf_counter() - started) > config.time:
             rows.append(RouteScore(name, note="the time was up"))
             continue
         events.step(f"route {name}")
@@ -173,7 +176,7 @@ def _prepare(
     if out is not None:
         work = Work(out, deciding(about, config), config.save_every)
         if not config.resume:
-            work.remove()
+            by_first(work.remove)
     lessons = UpgradeSamples(old, data, own, config, work, events)
     events.step("asking the old model")
     calibrating = lessons.own.subset(np.arange(min(len(lessons.own), PORTED)))

@@ -17,9 +17,9 @@ from ..measure.signals import NEEDS_BACKWARD
 from ..methods import Method, name_of
 from ..models.offload import Placement, block_paths, sizes
 from ..pairing import LayerPair, Plan
+from ..processes import from_all
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
-from .distributed import ranks
 from .forecast import Forecast, NeedsValuesError
 from .passes import Passes, by_weight, grouped, passes_that_fit
 
@@ -45,7 +45,7 @@ def passes_of(measurement: Measurement, vector: TaskVector, method: Method, *, c
     if budget is not None:
         return plan_passes(measurement, vector, method, budget)
     copies = COPIES if chooses_scale else 1
-    return passes_that_fit(measurement, copies) if method.by_layer and ranks().size == 1 else None
+    return passes_that_fit(measurement, copies) if method.by_layer else None
 
 
 def plan_passes(
@@ -99,7 +99,9 @@ class _Division:
             smallest = min(weights, key=lambda name: math.prod(vector.spec(name).shape))
             home = vector[smallest].device.type  # the result is where the source's task vector is
             on_device = (home if home != "meta" else "cpu") == self._device.type
-            crowded = result > int(self._limit) // 4 if on_device else result + self._models > free_memory()
+            crowded = (
+                result > int(self._limit) // 4 if on_device else result + self._models > min(from_all(free_memory()))
+            )
             self._in_files = method.by_layer and crowded
             self._result = result if on_device and not self._in_files else 0
             self._one_block = (

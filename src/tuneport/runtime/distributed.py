@@ -1,16 +1,16 @@
-"""One transfer on several processes that `torchrun` starts.
+"""The sums of a transfer on several processes.
 
 Each process measures its part of the calibration batches. The sums of a block are reduced to the process that owns it,
-which solves its maps and moves its layers; then every process receives the whole result. The number of processes
-changes the result by rounding only; the same number gives the same bits.
+which solves its maps and moves its layers; then every process receives the whole result. The first process owns all
+layers of a method that moves them at once. The number of processes changes the result by rounding only: signals have
+the same bits, and their sums another order. The same number gives the same bits.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,47 +19,13 @@ from torch import distributed as dist
 
 from ..errors import TuneportError
 from ..maps.covariance import CrossCovariance
-from ..maps.statistics import Statistics
+from ..maps.statistics import Statistics, WeightGradient
 from ..measure.samples import Samples
-from ..methods import Problem, Transfer
+from ..methods import Method, Problem, Transfer
 from ..pairing import Plan, blocks_of
+from ..processes import Ranks, agreed, from_all, lost_reported, ranks
 from ..task_vectors.low_rank import Entry, LowRank
 from ..task_vectors.vector import TaskVector
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The rank of this process and the number of processes."""
-
-    rank: int = 0
-    size: int = 1
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-
-@contextmanager
-def processes(device: str = "auto") -> Iterator[Ranks]:
-    """Join the processes that torchrun started (gloo on the CPU, nccl on GPUs); without torchrun there is one."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 or dist.is_initialized():
-        yield ranks()
-        return
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    try:
-        yield ranks()
-    finally:
-        dist.destroy_process_group()
-
-
-def ranks() -> Ranks:
-    """The rank of this process now."""
-    joined = dist.is_available() and dist.is_initialized()
-    return Ranks(dist.get_rank(), dist.get_world_size()) if joined else Ranks()
 
 
 def share_of(samples: Samples) -> tuple[Samples, int]:
@@ -69,53 +35,88 @@ def share_of(samples: Samples) -> tuple[Samples, int]:
         return samples, 0
     samples = samples.listed()
     sizes = samples.batch_sizes
-    if len(sizes) < here.size:
-        raise TuneportError(
-            f"{len(sizes)} calibration batches cannot be split over {here.size} processes: start fewer processes, or "
-            "lower `batch_size`."
-        )
     first, last = (len(sizes) * rank // here.size for rank in (here.rank, here.rank + 1))
     return samples.take_batches(first, last), sum(sizes[:first])
 
 
-def reduce_statistics(statistics: Statistics, plan: Plan) -> Statistics:
-    """The statistics over the samples of all processes, of the layers that this process owns."""
+def reduce_statistics(statistics: Statistics, plan: Plan, *, by_layer: bool, device: torch.device) -> Statistics:
+    """The statistics over the samples of all processes, of the layers that this process owns.
+
+    Args:
+        statistics: over the samples of this process; empty if it has none.
+        plan: the layers.
+        by_layer: whether each layer is moved by itself.
+        device: of the sums.
+    """
     here = ranks()
     if here.size == 1:
         return statistics
-    owners = _owners(plan, here) | {pair.target.name: 0 for pair in plan.loose}  # the first process moves loose tensors
+    owners = _owners(plan, here) if by_layer else {pair.target.name: 0 for pair in plan.pairs}
+    owners |= {pair.target.name: 0 for pair in plan.loose}  # the first process moves loose tensors
+    layout = _layout(statistics) if statistics.passes else None
+    layouts = [each for each in from_all(layout) if each is not None]
+    if any(each != layouts[0] for each in layouts):
+        raise TuneportError("the processes measured different layers: give every process batches of one kind.")
+    if layout is None:
+        statistics = _zeros(layouts[0], device)
     distinct: dict[int, tuple[str, CrossCovariance]] = {}
     for key, covariance in sorted(statistics.covariances.items()):  # in an order that all processes share
         distinct.setdefault(id(covariance), (key[0], covariance))
     facts = [covariance.facts() for _, covariance in distinct.values()]
-    keys = (sorted(statistics.covariances), sorted(statistics.weight_gradients), len(facts))
-    everyone = _from_all((keys, statistics.samples, facts))
-    if any(other[0] != keys for other in everyone):
-        raise TuneportError("the processes measured different layers: give every process batches of one kind.")
+    everyone = from_all((statistics.samples, dict(statistics.passes), facts))
     sums = {}
-    for index, (layer, covariance) in enumerate(distinct.values()):
-        total = covariance.reduce(owners[layer], [other[2][index] for other in everyone])
-        if owners[layer] == here.rank:
-            sums[id(covariance)] = total
+    with lost_reported():
+        for index, (layer, covariance) in enumerate(distinct.values()):
+            total = covariance.reduce(owners[layer], [other[2][index] for other in everyone])
+            if owners[layer] == here.rank:
+                sums[id(covariance)] = total
+        names = sorted(statistics.weight_gradients)
+        reduced = {name: statistics.weight_gradients[name].reduce(owners[name]) for name in names}
     covariances = {key: sums[id(own)] for key, own in statistics.covariances.items() if id(own) in sums}
-    reduced = {name: statistics.weight_gradients[name].reduce(owners[name]) for name in keys[1]}
     gradients = {name: gradient for name, gradient in reduced.items() if owners[name] == here.rank}
-    return Statistics(covariances, gradients, sum(other[1] for other in everyone), dict(statistics.passes))
+    passes: Counter[str] = Counter()
+    for _, counted, _ in everyone:
+        passes.update(counted)
+    return Statistics(covariances, gradients, sum(other[0] for other in everyone), dict(passes))
 
 
-def gather_transfer(problem: Problem, transfer: Callable[[Problem], Transfer]) -> Transfer:
+def _layout(statistics: Statistics) -> tuple[Any, ...]:
+    """The keys of the sums, which of them share one, and the shapes: the same in all processes."""
+    numbers: dict[int, int] = {}
+    covariances = [
+        (key, numbers.setdefault(id(found), len(numbers)), found.shape)
+        for key, found in sorted(statistics.covariances.items())
+    ]
+    gradients = [(name, tuple(found.total.shape)) for name, found in sorted(statistics.weight_gradients.items())]
+    return covariances, gradients
+
+
+def _zeros(layout: tuple[Any, ...], device: torch.device) -> Statistics:
+    """Sums over no samples."""
+    covariances, gradients = layout
+    shared = {number: CrossCovariance(*shape, device=device) for _, number, shape in covariances}
+    return Statistics(
+        {key: shared[number] for key, number, _ in covariances},
+        {name: WeightGradient(shape, device=device) for name, shape in gradients},
+    )
+
+
+def gather_transfer(problem: Problem, method: Method) -> Transfer:
     """Move the layers that this process owns, and receive those that the other processes moved."""
     here = ranks()
     if here.size == 1:
-        return transfer(problem)
-    owners = _owners(problem.plan, here)
-    mine = tuple(pair for pair in problem.plan.pairs if owners[pair.target.name] == here.rank)
-    plan = replace(problem.plan, pairs=mine, loose=problem.plan.loose if here.first else ())
-    answer = transfer(replace(problem, plan=plan))
-    everyone = _from_all((answer.records, answer.kept))
+        return method.transfer(problem)
+    plan = problem.plan
+    if method.by_layer:
+        owners = _owners(plan, here)
+        mine = tuple(pair for pair in plan.pairs if owners[pair.target.name] == here.rank)
+        problem = replace(problem, plan=replace(plan, pairs=mine, loose=plan.loose if here.first else ()))
+    nothing = Transfer(TaskVector({}), ())
+    answer = agreed(lambda: method.transfer(problem) if method.by_layer or here.first else nothing)
+    everyone = from_all((answer.records, answer.kept))
     entries = gather_entries(answer.task_vector)
     records = {record.target: record for part in everyone for record in part[0]}
-    order = [pair.target for pair in problem.plan.pairs]
+    order = [pair.target for pair in plan.pairs]
     names = [name for layer in order for name in (layer.weight, layer.bias) if name in entries]
     return Transfer(
         TaskVector({name: entries[name] for name in dict.fromkeys((*names, *entries))}),
@@ -129,19 +130,12 @@ def gather_entries(own: Mapping[str, Entry]) -> dict[str, Entry]:
     here = ranks()
     specs = {name: [(t.shape, t.dtype, t.device.type) for t in _tensors(entry)] for name, entry in own.items()}
     entries: dict[str, Entry] = {}
-    for owner, names in enumerate(_from_all(specs)):
+    for owner, names in enumerate(from_all(specs)):
         for name, parts in names.items():
             sent = _tensors(own[name]) if owner == here.rank else [None] * len(parts)
             found = [_broadcast(tensor, owner, *spec) for tensor, spec in zip(sent, parts, strict=True)]
             entries[name] = found[0] if len(found) == 1 else LowRank(found[0], found[1])
     return entries
-
-
-def _from_all(value: Any) -> list[Any]:
-    """The values of all processes, by rank."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
 
 
 def _tensors(entry: Entry) -> list[Tensor]:
@@ -156,7 +150,8 @@ def _broadcast(tensor: Tensor | None, owner: int, shape: torch.Size, dtype: torc
     else:
         buffer = tensor.detach().to(device).contiguous().flatten().view(torch.uint8)
     if buffer.numel():
-        dist.broadcast(buffer, owner)
+        with lost_reported():
+            dist.broadcast(buffer, owner)
     return buffer.view(dtype).view(shape).to(device_type) if tensor is None else tensor
 
 

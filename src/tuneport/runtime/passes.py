@@ -13,6 +13,7 @@ from ..maps.covariance import CrossCovariance
 from ..measure.measurement import Measurement
 from ..models.offload import Placement
 from ..pairing import LayerPair, blocks_of
+from ..processes import from_all
 from ..types import Sides
 
 
@@ -93,6 +94,7 @@ def groups_that_fit(
     elif device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         left = torch.cuda.mem_get_info(device)[0] + cached
+    left = min(from_all(left))  # all processes divide the layers in the same way
     if total(measurement.plan.pairs) <= left / 4:
         return [measurement]
     most = 2 ** int(math.log2(left / 2)) if left > 2 else 0

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import DataError, first_of
 from ..models.generation import Sampling
+from ..processes import by_first
 from ..types import Progress
 from .filters import Candidate, Filter, Form, NearDuplicates
 from .generators import Generator
@@ -132,7 +133,7 @@ def collect(
         "goal": asdict(goal),
         "filters": names,
     }
-    saved = state.load(conditions) if state is not None else None
+    saved = by_first(lambda: state.load(conditions)) if state is not None else None
     now = saved or Rounds(goal.temperature)
     while not _complete(now, goal, labels_of(now, prompts)):
         started = time.perf_counter()
@@ -157,7 +158,7 @@ def collect(
         now.extra += now.good >= goal.count
         now.seconds += time.perf_counter() - started
         if state is not None:
-            state.save(conditions, now)
+            by_first(lambda: state.save(conditions, now))
     found = _without_rare(now, prompts)[: goal.count]
     collected = Collected(
         tuple(text for text, _ in found),

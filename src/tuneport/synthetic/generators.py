@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.client import HTTPException
@@ -21,12 +21,12 @@ from urllib.parse import urlsplit
 from ..errors import TuneportError, brief, shortened
 from ..io.untrusted import parse_json
 from ..models.base import Model
-from ..models.generation import Sampling, Written, generate_part
+from ..models.generation import Sampling, Written, generate_texts
+from ..processes import by_first
 from ..types import Progress
 
 LARGEST_ANSWER = 2**20  # bytes
 AGAIN = (408, 429, 500, 502, 503, 504)  # states of a server that may pass
-Gather = Callable[[dict[int, Written]], dict[int, Written]]
 
 
 class Generator(Protocol):
@@ -45,14 +45,10 @@ class LocalGenerator:
     Args:
         model: a causal or an encoder-decoder model.
         batch_size: rows of a batch, else a number that fits the device.
-        part: the place of this process and the number of processes, which all write a part.
-        gather: the texts of this process -> the texts of all processes.
     """
 
     model: Model
     batch_size: int | None = None
-    part: tuple[int, int] = (0, 1)
-    gather: Gather | None = None
 
     @property
     def name(self) -> str:
@@ -60,10 +56,7 @@ class LocalGenerator:
 
     def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]:
         """Write the texts, sorted into batches of similar length."""
-        options: dict[str, Any] = {"batch_size": self.batch_size, "part": self.part, "advance": advance}
-        found = generate_part(self.model, prompts, sampling, **options)
-        found = self.gather(found) if self.gather is not None else found
-        return [found[place] for place in range(len(prompts))]
+        return generate_texts(self.model, prompts, sampling, batch_size=self.batch_size, advance=advance)
 
 
 @dataclass(frozen=True)
@@ -99,7 +92,10 @@ class ServerGenerator:
         return f"{self.model or 'model'} at {self.url}"
 
     def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]:
-        """Write the texts, several at the same time."""
+        """Write the texts, several at the same time; of several processes the first asks the server."""
+        return by_first(lambda: self._write(prompts, sampling, advance))
+
+    def _write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None) -> list[Written]:
         model = self.model or self._first_model()
         seen: Counter[str] = Counter()
         bodies = []

@@ -19,6 +19,7 @@ from ..io.checkpoint import digest_of, open_checkpoint
 from ..io.output import new_file
 from ..io.tensors import describe
 from ..io.weight_file import write_safetensors
+from ..processes import by_first, ranks
 
 FORMAT = "tuneport-training"
 SHARE = 10  # saving takes at most one tenth of the time
@@ -38,7 +39,10 @@ class StateFile:
     _pause: float = 0.0
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The saved tensors and values; None if there are none."""
+        """The saved tensors and values, for all processes; None if there are none."""
+        return by_first(self._load)
+
+    def _load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         if not self.path.is_file():
             return None
         stored = open_checkpoint(self.path)
@@ -66,7 +70,9 @@ class StateFile:
         return time.monotonic() - self._last >= max(self.every, self._pause)
 
     def save(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
-        """Replace the file."""
+        """Replace the file, in the first process."""
+        if not ranks().first:
+            return
         started = time.monotonic()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         specs = {name: describe(tensors, name) for name in tensors}

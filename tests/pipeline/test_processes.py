@@ -1,0 +1,159 @@
+"""Two gloo processes give what one process gives, by the command line, with its defaults."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from builders.classifiers import write_classifier
+from builders.commands import options
+from builders.folders import SMALL, Zoo, build
+from builders.lessons import Animals
+from builders.loras import adapted, saved
+from builders.processes import run_ranks
+from tuneport.io.output import RECORD
+
+# several commands in processes that meet once
+TOGETHER = """
+import json, sys
+import torch
+from tuneport import cli
+from tuneport.processes import processes
+torch.set_num_threads(1)
+with processes("cpu"):
+    for words in json.loads(sys.argv[1]):
+        sys.argv = ["tuneport", *words]
+        try:
+            cli.main()
+        except SystemExit as left:
+            assert not left.code, words
+"""
+
+# a command in which one process dies after some batches
+DYING = """
+import os, signal, sys
+import torch
+from tuneport import cli
+from tuneport.runtime import resume
+torch.set_num_threads(1)
+_, dying, left, *words = sys.argv
+left, save = int(left), resume.save_statistics
+
+def dies(*given):
+    global left
+    save(*given)
+    left -= 1
+    if not left and os.environ["RANK"] == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+resume.save_statistics = dies
+sys.argv = ["tuneport", *words]
+cli.main()
+"""
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def record(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    return content
+
+
+@pytest.fixture(scope="module")
+def commands(zoo: Zoo, animals: Animals, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Commands by name, without their output."""
+    place = tmp_path_factory.mktemp("processes")
+    source, tuned, target, rows = write_classifier(place / "classifier")
+    classifier = ["--source", source, "--finetuned", tuned, "--target", target, "--data", rows]
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(animals.base)
+    lora = saved(adapted(base, target_modules=["q_proj", "down_proj"]), place / "lora")
+    llama = ["--source", animals.base, "--finetuned", lora, "--target", animals.target, "--data", animals.texts]
+    clip, twin = options(zoo, samples=None), build("clip_vision", replace(SMALL, seed=5), place / "twin")
+    found: dict[str, list[Any]] = {
+        "clip": ["transfer", *clip, "--batch-size", "8"],
+        "plus": ["transfer", *options(zoo, samples=8), "--method", "bico+", "--scale", "1"],
+        "votes": ["transfer", *options(zoo, samples=8, target=twin), "--method", "gradfix", "--scale", "1"],
+        "classifier": ["transfer", *classifier, "--batch-size", "8"],
+        "llama": ["transfer", *llama, "--as", "adapter", "--rank", "4", "--batch-size", "8"],
+    }
+    return {name: [str(word) for word in words] for name, words in found.items()}
+
+
+@pytest.fixture(scope="module")
+def both(commands: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folders of what one and of what two processes wrote."""
+    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    from tuneport import cli
+
+    for name, words in commands.items():
+        sys.argv = ["tuneport", *words, "--out", str(one / name)]
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        assert not left.value.code, name
+    given = [[*words, "--out", str(two / name)] for name, words in commands.items()]
+    for done in run_ranks(TOGETHER, 2, json.dumps(given)):
+        assert done.code == 0, done.err
+    return one, two
+
+
+@pytest.mark.parametrize("name", ["clip", "plus", "votes", "classifier", "llama"])
+def test_a_transfer_with_the_defaults_is_the_same(both: tuple[Path, Path], name: str) -> None:
+    """Scores have the same bits given the same weights. Sums of signals in float64 have another order.
+
+    As in tests/runtime/test_distributed.py, 1e-6 leaves a factor of 1e9 for the condition of the maps.
+    """
+    one, two = (record(folder / name) for folder in both)
+    for key in ("scale", "samples", "passes", "outcome", "head", "sanity"):
+        assert two.get(key) == one.get(key), key
+    rows = [each.get("accuracies", []) for each in (one, two)]
+    assert [row["value"] for row in rows[1]] == pytest.approx([row["value"] for row in rows[0]], rel=1e-6)
+    losses = [[each["loss"] for each in found.get("scale_choice", {}).get("candidates", ())] for found in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert bool(losses[0]) == (name in ("clip", "classifier", "llama"))
+    assert one["layers"]
+    for first, second in zip(one["layers"], two["layers"], strict=True):
+        numbers = {key for key, value in first.items() if isinstance(value, float)}
+        assert {key: second[key] for key in numbers} == pytest.approx({key: first[key] for key in numbers}, rel=1e-6)
+        assert {key: second[key] for key in second.keys() - numbers} == {
+            key: first[key] for key in first.keys() - numbers
+        }
+    tensors = [weights(folder / name) for folder in both]
+    assert tensors[0].keys() == tensors[1].keys()
+    for key, tensor in tensors[0].items():
+        assert float((tensors[1][key] - tensor).norm()) <= 1e-6 * float(tensor.norm())
+
+
+def test_either_process_is_killed_and_the_run_resumed(
+    both: tuple[Path, Path], commands: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """The first process dies after its first batch, then the second one after two more; the bits do not change."""
+    words = [*commands["clip"], "--out", str(tmp_path / "out"), "--save-every", "0", "--resume"]
+    for dying, batches in (("0", "1"), ("1", "2")):
+        done = run_ranks(DYING, 2, dying, batches, *words)
+        left = done[1 - int(dying)]
+        assert done[int(dying)].code == -9
+        assert left.code == 1, left.err
+        assert left.out == ""
+        said = [line for line in left.err.splitlines() if not line.startswith("note: ")]
+        assert len(said) == 1, left.err
+        assert "another process of this run has ended" in said[0]
+        assert "--resume" in said[0]
+        assert not (tmp_path / "out").exists()
+    for finished in run_ranks(DYING, 2, "none", "0", *words):
+        assert finished.code == 0, finished.err
+    expected = weights(both[1] / "clip")
+    found = weights(tmp_path / "out")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    assert not list(tmp_path.glob(".*"))
