@@ -435,7 +435,10 @@ class TestClaims:
         assert ".out.d.tuneport-lock" in names
         assert len(names) == 2, "the second run has cleared what the first left"
         bystanders = [tmp_path / name for name in (".out.tmp-12345678", ".out.tmp-1234.d", ".other.tmp-12345678.d")]
-        for path in bystanders:
+        for path in (
+            *bystanders,
+            tmp_path / ".out.try-12345678.d",
+        ):  # the last: it was killed while it checked the place
             path.mkdir()
         with new_folder(out):
             pass

@@ -159,7 +159,8 @@ def _check_path(out: Path, overwrite: bool, *, folder: bool) -> None:
     probe = _sibling(place / out.name, "try")
     with _disk_errors(out, every=True):
         probe.mkdir()
-        probe.rmdir()
+        with suppress(FileNotFoundError):  # the holder of the lock has removed it
+            probe.rmdir()
 
 
 @contextmanager
@@ -272,7 +273,7 @@ def _holder(lock: Path) -> str:
 
 def _clear(place: Path) -> None:
     """Remove the temporary siblings of a killed run; an old output that it was replacing is renamed back."""
-    for kind in ("old", "tmp"):
+    for kind in ("old", "tmp", "try"):
         shape = re.compile(re.escape(f".{place.stem}.{kind}-") + "[0-9a-f]{8}" + re.escape(place.suffix))
         for left in sorted(path for path in place.parent.iterdir() if shape.fullmatch(path.name)):
             if kind == "old" and not os.path.lexists(place):
