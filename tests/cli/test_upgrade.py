@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from builders.folders import Zoo, load
 from tuneport import upgrade
 from tuneport.config import UpgradeConfig
 from tuneport.errors import DataError, OptionError, TuneportError
+from tuneport.report.summary import repeat_command
 
 COUNT = 160  # own samples, of which 40 judge
 
@@ -105,6 +107,7 @@ def test_the_output_has_the_table_and_the_disagreements(
     assert [row["name"] for row in record["routes"]][:3] == ["old", "target", "copy"]
     assert (place / "out" / "disagreements.jsonl").read_text() == ""  # it agrees on all
     assert "agrees with the old model" in (place / "out" / "report.html").read_text()
+    assert repeat_command(record) == shlex.join(["tuneport", "upgrade", *map(str, words), "--out", str(place / "out")])
     again = run("upgrade", *words, "--out", place / "out")
     assert again.code == 1
     assert "exists already" in again.err

@@ -156,7 +156,10 @@ def _upgrade(
     chosen = judge.choose(rows)
     stored = not routes.lessons.few or config.keep_texts  # what was written is stored only if that is asked for
     shown = disagreements(judge, rows, chosen) if stored else ()
-    return Upgrade(tuple(rows), chosen, decision(rows, chosen), None if chosen is None else made[chosen], shown)
+    result = None if chosen is None else made[chosen]
+    if result is not None:  # the options are those of an upgrade, not of the transfer that a route is
+        result = replace(result, record={**result.record, "options": config.to_json()})
+    return Upgrade(tuple(rows), chosen, decision(rows, chosen), result, shown)
 
 
 def _prepare(

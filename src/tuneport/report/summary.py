@@ -17,6 +17,7 @@ from ..config import (
     EvaluateInputs,
     TransferConfig,
     TransferInputs,
+    UpgradeConfig,
 )
 from ..config import repeat_command as command_line
 from ..errors import TuneportError
@@ -40,7 +41,8 @@ def summary_rows(record: Record) -> list[tuple[str, str]]:
         ("samples", ", ".join(filter(None, (str(record["samples"]), label_words(record))))),
     ]
     if "head" in record:
-        by = "the labels" if record["options"].get("labels") == "data" else "the scores of the fine-tuned source"
+        by_labels = record["options"].get("labels") == "data" and record.get("command", "transfer") == "transfer"
+        by = "the labels" if by_labels else "the scores of the fine-tuned source"
         count = len(record["head"]["classes"])
         rows.append(("head", f"{count} {'classes' if count > 1 else 'output'}, fitted to {by}"))
     if layers:
@@ -272,7 +274,8 @@ def repeat_command(record: Record, **changes: Any) -> str | None:
             inputs = TransferInputs(
                 source=places["source"], finetuned=tuned, target=places["target"], data=place, out=out
             )
-            config = TransferConfig.from_json({**record.get("options", {}), **changes})
+            kind = UpgradeConfig if record.get("command") == "upgrade" else TransferConfig
+            config = kind.from_json({**record.get("options", {}), **changes})
         return command_line(record.get("command", "transfer"), inputs, config)
     except TuneportError:
         return None
