@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .config import TransferConfig as TransferConfig
     from .data.tasks import read_data as read_data
     from .errors import TuneportError as TuneportError
+    from .fleet.run import upgrade_all as upgrade_all
     from .layers import find_layers as find_layers
     from .methods import METHODS as METHODS
     from .methods import BilinearAlignment as BilinearAlignment
@@ -66,6 +67,7 @@ _HOME = {  # public name -> module
     "read_data": "data.tasks",
     "transfer": "pipeline.transfer",
     "upgrade": "pipeline.upgrade",
+    "upgrade_all": "fleet.run",
 }
 
 __all__ = list(_HOME)

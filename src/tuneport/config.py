@@ -546,6 +546,40 @@ class PlanConfig(MeasureConfig):
             raise OptionError("a plan for devices needs `memory_budget`, the memory of one device.")
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class UpgradeInputs(Declared):
+    """What an upgrade reads and writes: one fine-tune, or a list of them, for which the others are defaults."""
+
+    source: str | None = option(None, help="The old base model.", group=INPUTS)
+    finetuned: tuple[str, ...] = option((), help="Fine-tuned source, or adapter.", group=INPUTS)
+    target: str | None = option(None, help="The new base model.", group=INPUTS)
+    data: str | None = DATA()
+    out: str = OUT()
+    list_: str | None = option(None, help="Many: a JSON line each, with options as keys.", group=INPUTS)
+    workers: int | None = option(
+        None, help="With --list: processes (default: 1; Ray: one per GPU).", group=MACHINE, least=1, listed=False
+    )
+    ray: str | None = option(
+        None, help="With --list: address of a Ray cluster, or local.", group=MACHINE, metavar="ADDRESS", listed=False
+    )
+
+    def check(self) -> None:
+        super().check()
+        if self.list_ is None and (self.workers is not None or self.ray is not None):
+            raise OptionError("`workers` and `ray` go with `list`.")
+
+    def one(self) -> TransferInputs:
+        """What the upgrade of one fine-tune reads and writes.
+
+        Raises:
+            OptionError: if something is not given.
+        """
+        given = {name: getattr(self, name) for name in ("source", "finetuned", "target", "data", "out")}
+        if missing := [f"`{name}`" for name in ("source", "finetuned", "target", "out") if not given[name]]:
+            raise OptionError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing.")
+        return TransferInputs(**given)
+
+
 ROUTES = ("copy", "port", "distill", "synthetic")  # cheap to dear
 NOTHING = (
     "there are no samples, and nothing says what to write. Pass `data` with ten samples or more (no labels), or "

@@ -37,6 +37,7 @@ from ..config import (
     TransferConfig,
     TransferInputs,
     UpgradeConfig,
+    UpgradeInputs,
 )
 from ..errors import OptionError, TuneportError, brief, lacks_memory
 from .command import Run, command
@@ -92,9 +93,9 @@ PORT = "--source OLD --finetuned LORA --target NEW --data D"
 # In the order of the help: the function, its inputs, its options, and its usual calls; "..." is the first call.
 COMMANDS: dict[Run, tuple[type[Declared] | None, type[Config], tuple[str, ...]]] = {
     upgrade: (
-        TransferInputs,
+        UpgradeInputs,
         UpgradeConfig,
-        (f"upgrade {PORT} --out OUT", "... --as adapter --rank 16", "... --routes copy,port --time 10m"),
+        (f"upgrade {PORT} --out OUT", "... --routes copy,port --time 10m", "upgrade --list MANY.jsonl --out FOLDER"),
     ),
     plan: (PlanInputs, PlanConfig, (f"plan {PORT}", "... --layers", "... --shapes-only --memory-budget 24GiB")),
     evaluate: (
@@ -139,8 +140,14 @@ START = (upgrade, plan, evaluate)
 
 def check(inputs: Declared | None, config: Config) -> None:
     """Refuse a wrong command line."""
-    from .checks import check_command
+    from ..checks import check_command
 
+    if inputs is not None:
+        inputs.check()
+    if isinstance(inputs, UpgradeInputs):
+        if inputs.list_ is not None:
+            return  # each line is checked as one upgrade
+        inputs = inputs.one()
     check_command(inputs, config)
 
 

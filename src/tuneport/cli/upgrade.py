@@ -1,4 +1,4 @@
-"""`tuneport upgrade`: bring a fine-tune to a new base by the best route, chosen on own samples."""
+"""`tuneport upgrade`: bring a fine-tune, or all of a list, to a new base by the best route, chosen on own samples."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import TransferInputs, UpgradeConfig
-from .terminal import emit_json, listening, say, show
+import typer
+
+from ..config import UpgradeConfig, UpgradeInputs
+from .terminal import Bar, as_options, emit_json, listening, say, show
 from .transfer import print_next
 
 
-def upgrade(inputs: TransferInputs, config: UpgradeConfig, json: bool) -> None:
+def upgrade(inputs: UpgradeInputs, config: UpgradeConfig, json: bool) -> None:
     """Bring a fine-tune to a new base model by the best route."""
+    if inputs.list_ is not None:
+        _upgrade_list(inputs, config, json)
+        return
     from ..pipeline.upgrade import upgrade_to_folder
     from ..processes import processes
 
     with processes(config.device) as here, listening("upgrading", here.first) as events:
-        record = upgrade_to_folder(inputs, config, events)
+        record = upgrade_to_folder(inputs.one(), config, events)
     if not here.first:
         return
     if json:
@@ -40,3 +45,29 @@ def print_routes(record: Mapping[str, Any]) -> None:
         cells = ["" if row[key] is None else format(row[key], form) for key, form in numbers]
         rows.append([row["name"], *cells, row["note"] or ("chosen" if row["name"] == record["chosen"] else "")])
     show(rows, "route", "score", "agreement, %", "flips", "neutral, %", "seconds", "", fold=True)
+
+
+def _upgrade_list(inputs: UpgradeInputs, config: UpgradeConfig, json: bool) -> None:
+    """Upgrade all fine-tunes of a list; the exit code is 1 if one of them failed."""
+    from ..fleet.lines import read_lines
+
+    lines = read_lines(inputs, config)
+    from ..fleet.run import upgrade_lines
+    from ..fleet.summary import PAGE
+
+    with Bar("upgrading") as events:
+        fleet = upgrade_lines(lines, inputs, events)
+    if json:
+        emit_json(fleet.to_json())
+    else:
+        rows = []
+        for row in fleet.rows:
+            scores = ["" if score is None else f"{score:.4g}" for score in (row.old, row.new)]
+            more = [row.route or row.status, "" if row.flips is None else str(row.flips)]
+            seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
+            rows.append([fleet.name(row), *scores, *more, seconds, as_options(row.note)])
+        show(rows, "adapter", "old", "new", "route", "flips", "seconds", "", fold=True)
+        say(fleet.headline)
+        say(f"report: {Path(inputs.out, PAGE)}")
+    if fleet.count("failed"):
+        raise typer.Exit(1)

@@ -102,8 +102,19 @@ def upgrade(
     return _upgrade(source, finetuned, target, data, config, events or Events())
 
 
-def upgrade_to_folder(inputs: TransferInputs, config: UpgradeConfig, events: Events | None = None) -> dict[str, Any]:
+def upgrade_to_folder(
+    inputs: TransferInputs,
+    config: UpgradeConfig,
+    events: Events | None = None,
+    models: Sides[Model] | None = None,
+) -> dict[str, Any]:
     """Upgrade and write the chosen route, with the table of routes in its record and report.
+
+    Args:
+        inputs: what is read and written.
+        config: the options.
+        events: listens to the run.
+        models: the base models of `inputs`, if they are open already; they come back as they went in.
 
     Returns:
         The run record; without a chosen route, the table and the decision alone, and nothing is written.
@@ -115,7 +126,8 @@ def upgrade_to_folder(inputs: TransferInputs, config: UpgradeConfig, events: Eve
         output = output_of(_transfer_config(config))
         by_first(lambda: output.check_place(out, config.overwrite, inputs=paths))
         tuned: Any = inputs.finetuned if len(inputs.finetuned) > 1 else inputs.finetuned[0]
-        found = _upgrade(inputs.source, tuned, inputs.target, inputs.data, config, events, out)
+        source, target = models or (inputs.source, inputs.target)
+        found = _upgrade(source, tuned, target, inputs.data, config, events, out)
         about = {"routes": [row.row() for row in found.routes], "chosen": found.chosen, "decision": found.decision}
         if found.result is None:
             by_first(Work(out, {}).remove)

@@ -33,10 +33,10 @@ CLASSES = 16  # shown before the rest is folded away
 
 def report_page(record: Record) -> str:
     """The page about one transfer."""
-    style, script = (resources.files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
-    return _ENVIRONMENT.get_template("page.html.jinja").render(
+    script = resources.files(__package__).joinpath("page.js").read_text("utf-8")
+    return render(
+        "page.html.jinja",
         record=record,
-        style=style,
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         answer=Answer.of(record),
@@ -52,6 +52,12 @@ def report_page(record: Record) -> str:
         command=repeat_command(record),
         distilled_curves=_distilled_curves(record.get("distilled")),
     )
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from its template and the style that all pages share."""
+    style = resources.files(__package__).joinpath("page.css").read_text("utf-8")
+    return _ENVIRONMENT.get_template(template).render(style=style, **values)
 
 
 def _class_tracks(classes: Sequence[Mapping[str, Any]]) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""Refuse a wrong command line before a heavy library is loaded: names, the output, models, heads and data.
+"""Refuse wrong inputs before a heavy library is loaded: names, the output, models, heads and data.
 
 All mistakes of one kind are said at once. What only a model can tell is checked later, by the command.
 """
@@ -13,15 +13,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..config import Config, Declared, UpgradeConfig
-from ..data.draws import count_drawn
-from ..data.formats import check_start, suffixes
-from ..data.tasks import get_task, read_data
-from ..errors import CheckpointError, DataError, OptionError, TuneportError, first_of, unknown_name
-from ..io.hub import looks_like_hub_id, nearest_path, why_unknown
-from ..io.output import check_new_file, check_new_folder
-from ..io.places import ACCEPTED, CONFIG, why_no_adapter, why_no_model
-from ..types import Split
+from .config import Config, Declared, UpgradeConfig
+from .data.draws import count_drawn
+from .data.formats import check_start, suffixes
+from .data.tasks import get_task, read_data
+from .errors import CheckpointError, DataError, OptionError, TuneportError, first_of, unknown_name
+from .io.hub import looks_like_hub_id, nearest_path, why_unknown
+from .io.output import check_new_file, check_new_folder
+from .io.places import ACCEPTED, CONFIG, why_no_adapter, why_no_model
+from .types import Split
 
 # The names that heavy modules register.
 METHODS = (
@@ -50,7 +50,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
 def check_command(inputs: Declared | None, config: Config) -> None:
-    """Refuse what can be told from names, paths and the first rows of the data.
+    """Refuse what can be told of a command from names, paths and the first rows of the data.
 
     Raises:
         OptionError: for names that are unknown.

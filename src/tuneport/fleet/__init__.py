@@ -1,0 +1,1 @@
+"""Upgrades of many fine-tunes: the list, the workers, the summary."""

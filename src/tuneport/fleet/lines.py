@@ -1,0 +1,172 @@
+"""The list of a fleet: one JSON line per fine-tune, whose keys are the options of `upgrade`.
+
+What a line does not say, the options of the command say. All wrong lines are named before any work, and no heavy
+library is needed for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_origin
+
+from ..checks import check_command
+from ..config import Declared, Option, TransferInputs, UpgradeConfig, UpgradeInputs
+from ..errors import DataError, OptionError, TuneportError, shortened, unknown_name
+from ..io.hub import nearest_path
+from ..io.untrusted import check_regular, parse_json
+
+PLAIN = {
+    int: (("int",), "a whole number"),
+    float: (("int", "float"), "a number"),
+    bool: (("bool",), "true or false"),
+    str: (("str",), "a text"),
+}
+
+
+class ListError(OptionError):
+    """Lines of a list that are wrong; the message names them all, however many they are."""
+
+    def __init__(self, place: str | Path, wrong: Mapping[int, str]) -> None:
+        by_reason: dict[str, list[str]] = {}
+        for number, reason in sorted(wrong.items()):
+            by_reason.setdefault(shortened(reason.rstrip("."), 400), []).append(str(number))
+        named = {reason: f"line{'s' if len(at) > 1 else ''} {', '.join(at)}" for reason, at in by_reason.items()}
+        said = "; ".join(f"{lines}: {reason}" for reason, lines in named.items())
+        Exception.__init__(self, f"{place}: {said}.")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One upgrade of a fleet: the number of its line, what it reads and writes, and its options."""
+
+    number: int
+    inputs: TransferInputs
+    config: UpgradeConfig
+
+    @property
+    def out(self) -> Path:
+        return Path(self.inputs.out)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of what the line asks for."""
+        asked = json.dumps([self.inputs.to_json(), self.config.to_json()], sort_keys=True)
+        return hashlib.sha256(asked.encode()).hexdigest()
+
+
+def read_lines(inputs: UpgradeInputs, config: UpgradeConfig) -> tuple[Line, ...]:
+    """Read and check the list of a fleet.
+
+    Args:
+        inputs: the list, and the defaults of its lines; a line without `out` is written into the folder `inputs.out`,
+            under the name of its fine-tune.
+        config: the defaults of the options.
+
+    Raises:
+        DataError: if there is no list.
+        ListError: for all lines that are wrong.
+    """
+    place, wrong, found = Path(inputs.list_ or ""), dict[int, str](), list[Line]()
+    for number, text in _texts(place):
+        try:
+            line = _line(number, _parsed(text), inputs, config)
+            check_command(line.inputs, line.config)
+            found.append(line)
+        except TuneportError as error:
+            wrong[number] = str(error)
+    wrong |= _collisions(found, Path(inputs.out))
+    if wrong:
+        raise ListError(place, wrong)
+    if not found:
+        raise DataError(f"{place} has no line. Give a JSON object for each fine-tune.")
+    return tuple(found)
+
+
+def _texts(place: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines that are not empty, with their numbers."""
+    check_regular(place, DataError)
+    try:
+        text = place.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise DataError(f"the list {place} cannot be read: {reason}.{nearest_path(place)}") from error
+    yield from ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        given = parse_json(text)
+    except ValueError as error:
+        raise OptionError(f"it is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise OptionError("it is no JSON object, such as {...}")
+    return given
+
+
+def _line(number: int, given: Mapping[str, Any], inputs: UpgradeInputs, config: UpgradeConfig) -> Line:
+    """Make a line from what it says and the defaults."""
+    parts: dict[type[Declared], dict[str, Any]] = {TransferInputs: {}, UpgradeConfig: {}}
+    known = {item.name.rstrip("_"): (cls, item, about) for cls in parts for item, about in cls.options()}
+    wrong = []
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            said = unknown_name("key", key, known)
+            wrong.append(said.partition(" Known: ")[0] if "Did you mean" in said else said)
+            continue
+        cls, item, about = known[name]
+        try:
+            parts[cls][item.name] = _value(cls.value_types()[item.name], about, name, value, empty=item.default is None)
+        except OptionError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise OptionError(" ".join(wrong))
+    asked = replace(inputs, **{"out": "", **parts[TransferInputs]})
+    if not asked.out and asked.finetuned:
+        asked = replace(asked, out=str(Path(inputs.out, Path(asked.finetuned[0]).name)))
+    # a second start continues what the first has begun
+    return Line(number, asked.one(), UpgradeConfig.of(**{**config.values(), **parts[UpgradeConfig], "resume": True}))
+
+
+def _value(kind: Any, about: Option, name: str, value: Any, *, empty: bool) -> Any:
+    """The value of an option from a JSON value."""
+    origin = get_origin(kind)
+    if (value is None and empty) or (isinstance(value, str) and (about.text is not None or origin is Literal)):
+        return value
+    if origin in (tuple, Sequence):
+        many = [value] if isinstance(value, str) else value
+        if isinstance(many, list) and many and all(isinstance(each, str) for each in many):
+            return tuple(many)
+        wanted = "a text, or a list of them"
+    elif origin is Mapping:
+        if isinstance(value, dict) and all(isinstance(each, str) for each in value.values()):
+            return value
+        wanted = "an object of texts"
+    else:
+        names, wanted = PLAIN.get(kind, PLAIN[str])
+        if type(value).__name__ in names:
+            return value
+    raise OptionError(f"`{name}` must be {wanted}, got {shortened(json.dumps(value), 60)}.")
+
+
+def _collisions(lines: Iterable[Line], folder: Path) -> dict[int, str]:
+    """The lines whose output is where the summary goes, or is that of an earlier line, or lies in one."""
+    wrong, taken = dict[int, str](), dict[Path, Line]()
+    home = Path(os.path.realpath(folder))
+    places = {line.number: Path(os.path.realpath(line.out)) for line in lines}
+    for line in lines:
+        taken.setdefault(places[line.number], line)
+    taken.pop(home, None)
+    for line in lines:
+        place = places[line.number]
+        other = next((taken[path] for path in (place, *place.parents) if taken.get(path, line) is not line), None)
+        if place == home:
+            wrong[line.number] = f"`out` is {line.out}, where the summary goes: give it another name"
+        elif other is not None:
+            wrong[line.number] = f"`out` is {line.out}, as in line {other.number} or inside of it: give it another name"
+    return wrong
