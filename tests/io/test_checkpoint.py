@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,23 @@ def test_shards_may_be_links_as_in_the_hub_cache(tmp_path: Path) -> None:
 
 
 # Digests
+
+
+def test_a_file_is_digested_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.utils import sha
+
+    read, really = [], sha.sha_fileobj
+    monkeypatch.setattr(sha, "sha_fileobj", lambda file: (read.append(1), really(file))[1])
+    file, before = tmp_path / "a", time.time_ns() - 10**12
+    found = []
+    for text, changed in (("one", before), ("one", before), ("two", before + 1), ("six", None), ("ten", None)):
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+        if changed is not None:
+            os.utime(file, ns=(changed, changed))
+        found.append(file_digests([file])[str(file)])
+    assert found == [hashlib.sha256(text).hexdigest() for text in (b"one", b"one", b"two", b"six", b"ten")]
+    assert len(read) == 4
 
 
 def test_file_digests(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from .untrusted import check_regular, parse_json
 from .weight_file import WeightFile, open_weights, write_safetensors
 
 LARGEST_JSON = 20 * 10**6  # bytes of a configuration
+SETTLED = 2 * 10**9  # nanoseconds after its last change, from which on a file shows a further one
 LARGEST_INDEX = 10**8  # bytes of an index or a run record
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # as transformers looks
@@ -193,17 +196,27 @@ def write_checkpoint(
 
 
 def file_digests(paths: Iterable[PathLike]) -> dict[str, str]:
-    """Return the SHA-256 of each file, under its path as given."""
-    from huggingface_hub.utils.sha import sha_fileobj
-
+    """Return the SHA-256 of each file, under its path as given; a file that has not changed is read once."""
     digests = {}
     for path in paths:
         try:
-            with Path(path).open("rb") as file:
-                digests[os.fspath(path)] = sha_fileobj(file).hex()
+            found = os.stat(path)
+            state = (found.st_size, found.st_mtime_ns, found.st_ino)
+            settled = time.time_ns() - found.st_mtime_ns > SETTLED  # else it may change again at the same time
+            digest = _digest if settled else _digest.__wrapped__
+            digests[os.fspath(path)] = digest(os.path.abspath(path), *state)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
     return digests
+
+
+@lru_cache(maxsize=4096)
+def _digest(path: str, *_: int) -> str:
+    """The SHA-256 of a file in a state: its size, when it was changed, and its number on the disk."""
+    from huggingface_hub.utils.sha import sha_fileobj
+
+    with open(path, "rb") as file:
+        return sha_fileobj(file).hex()
 
 
 def digest_of(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
