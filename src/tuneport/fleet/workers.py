@@ -10,6 +10,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,7 @@ from .lines import Line
 from .summary import Row, failed, row_of
 
 LOCAL = "local"  # the address of a Ray of this machine alone
+PATIENCE = 10.0  # seconds in which a cluster is to answer
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on the loopback address alone, on any system
 
 
@@ -227,9 +229,12 @@ def start_ray(address: str | None, count: int | None) -> Iterator[Any]:
     running = ray.is_initialized()
     if not running:
         alone = {"num_cpus": count or 1, "include_dashboard": False} if address == LOCAL else {}
+        host, mark, port = address.removeprefix("ray://").rpartition(":")
         try:
+            if mark and port.isdigit():  # Ray itself tries for many minutes
+                socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
             ray.init(address, log_to_driver=False, logging_level=logging.WARNING, **alone)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, OverflowError, ValueError, RuntimeError) as error:
             raise TuneportError(f"Ray does not answer at {address}: {brief(error)}.") from error
     try:
         yield ray
