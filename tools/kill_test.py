@@ -1,11 +1,15 @@
 """Claim: a command that is killed leaves no half output, and running it again ends in the very same files.
 
 Runs every command that writes on the models that the package carries: transfers to each kind of output, to a sharded
-target, with a memory budget, with a chosen scale, over an old output and with a distillation; and extract, apply
-and distill. It sends SIGKILL, SIGTERM or SIGHUP at random moments, looks at what is there, and runs the
+target, with a memory budget, with a chosen scale, over an old output and with a distillation; extract, apply and
+distill; and upgrades. A tiny language model with a LoRA, which answers in words, is upgraded and distilled with samples
+that a model writes. It sends SIGKILL, SIGTERM or SIGHUP at random moments, looks at what is there, and runs the
 command again. Exits 1 if anything differs.
 
     python tools/kill_test.py --kills 300 --jobs 16 --out benchmarks/results/kill-test.md
+
+With `--fork`, a command is no new interpreter: it is forked from a process that has imported everything and has one
+thread. That saves most of the time.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ import argparse
 import json
 import os
 import platform
+import queue
 import random
+import runpy
+import select
 import shutil
 import signal
 import subprocess
@@ -25,6 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +42,17 @@ VOLATILE = ("seconds", "seconds_by_stage", "out", "about")
 TEXTS = ("tuneport.json", "report.html", "README.md")  # they contain seconds and paths
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 KEPT = ("tuneport-work",)  # what an interrupted command keeps for --resume
+ALONE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+IMPORTED = (  # by commands, as far as it takes long
+    "peft",
+    "sklearn.linear_model",
+    "transformers.generation.utils",
+    "transformers.models.clip.modeling_clip",
+    "transformers.models.llama.modeling_llama",
+    "tuneport.cli",
+    "tuneport.pipeline.arithmetic",
+    "tuneport.pipeline.upgrade",
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,12 @@ class Case:
 
 
 def make_cases(root: Path) -> dict[str, Case]:
-    """Inputs from the models that the package carries, and the commands that read them."""
+    """Inputs, and the commands that read them."""
+    return {**image_cases(root), **language_cases(root)}
+
+
+def image_cases(root: Path) -> dict[str, Case]:
+    """Commands on the models that the package carries."""
     import numpy as np
     from safetensors.torch import load_file
 
@@ -75,6 +99,11 @@ def make_cases(root: Path) -> dict[str, Case]:
     port += ["--scale", "1"]
     to_large = [*port, "--target", large]
     lesson = ["distill", "--finetuned", tuned, "--target", large, *common, "--samples", "64", "--steps", "12"]
+    (root / "near").mkdir()
+    copy_companions(MODELS / "small", root / "near")
+    write_checkpoint(root / "near", noisy(load_file(MODELS / "small" / "model.safetensors")))
+    upgrade = ["upgrade", "--source", small, "--finetuned", tuned, "--target", str(root / "near"), *common]
+    upgrade += ["--samples", "96"]
     return {
         "model": Case(to_large),
         "adapter": Case([*to_large, "--as", "adapter", "--rank", "4"]),
@@ -90,13 +119,142 @@ def make_cases(root: Path) -> dict[str, Case]:
         "distill": Case(lesson),
         "extract": Case(extract, "out.safetensors", ()),
         "apply": Case(["apply", str(root / "tau.safetensors"), small], again=()),
+        "upgrade": Case([*upgrade, "--routes", "copy,port,distill", "--steps", "4"]),
     }
 
 
-def start(words: Sequence[str]) -> subprocess.Popen[str]:
+def noisy(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights that differ a little: a model of the same shape to which a fine-tune can be copied."""
+    import torch
+
+    noise = torch.Generator().manual_seed(0)
+    return {name: one * (1 + 0.05 * torch.randn(one.shape, generator=noise)) for name, one in tensors.items()}
+
+
+def language_cases(root: Path) -> dict[str, Case]:
+    """Commands on a tiny language model with a LoRA, which says the sounds of animals, and prompts without answers."""
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    import peft
+
+    from builders.chats import chat_tokenizer
+    from builders.lessons import ANSWERS, PROMPTS, SIZE, TEMPLATE, animals, memorise
+    from builders.texts import make
+
+    made, tokenizer = animals(root / "animals"), chat_tokenizer(None)
+    module = make("llama", SIZE, vocab_size=len(tokenizer), max_position_embeddings=512)
+    adapted = peft.get_peft_model(module, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    memorise(adapted, tokenizer, PROMPTS, ANSWERS, steps=120)
+    adapted.save_pretrained(root / "lora")
+    common = ["--source", str(made.base), "--finetuned", str(root / "lora"), "--target", str(made.target)]
+    common += ["--template", TEMPLATE, "--max-length", "32", "--save-every", "0", "--steps", "6"]
+    data, few = ["--data", str(made.texts), "--samples", "32"], ["--data", str(made.texts), "--samples", "12"]
+    written = ["--synthetic", "12", "--generator", str(made.generator)]
+    return {
+        "upgrade of a LoRA": Case(["upgrade", *common, *data, "--routes", "distill"]),
+        "upgrade of a LoRA over an old output": Case(
+            ["upgrade", *common, *data, "--routes", "distill", "--overwrite"], over=True
+        ),
+        "upgrade of a LoRA, written samples": Case(
+            ["upgrade", *common, *data, "--routes", "distill,synthetic", *written, "--keep-texts"]
+        ),
+        "upgrade of a LoRA, few own samples": Case(["upgrade", *common, *few, "--routes", "synthetic", *written]),
+        "distill with written samples": Case(["distill", *common, *data, "--lora", "4", *written]),
+    }
+
+
+class Forks:
+    """Processes that have imported everything; each forks one command at a time, and says when it has ended."""
+
+    def __init__(self, count: int) -> None:
+        import importlib
+
+        for name in IMPORTED:
+            importlib.import_module(name)
+        tasks = Path("/proc/self/task")
+        if tasks.is_dir() and len(list(tasks.iterdir())) > 1:
+            raise SystemExit("an import has started a thread, which a fork would not have: leave out --fork")
+        self.free = queue.SimpleQueue[tuple[int, int]]()
+        for _ in range(count):
+            self.free.put(self._parent())
+
+    def _parent(self) -> tuple[int, int]:
+        """Fork a process that serves: where it reads words, and where it says what becomes of them."""
+        (asked, ask), (answer, say) = os.pipe(), os.pipe()
+        if os.fork():
+            os.close(asked)
+            os.close(say)
+            return ask, answer
+        os.close(ask)
+        os.close(answer)
+        with os.fdopen(asked, encoding="utf-8") as lines:
+            for line in lines:
+                child = os.fork()
+                if not child:
+                    self._run(**json.loads(line))
+                os.write(say, f"{child:20d}".encode())
+                os.write(say, f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):20d}".encode())
+        os._exit(0)
+
+    @staticmethod
+    def _run(words: Sequence[str], error: str) -> None:
+        """Be the command."""
+        os.setsid()
+        places = ((os.devnull, os.O_RDONLY), (os.devnull, os.O_WRONLY), (error, os.O_WRONLY))
+        for number, (place, mode) in enumerate(places):
+            os.dup2(os.open(place, mode), number)
+        sys.argv, code = ["tuneport", *words], 0
+        try:
+            runpy.run_module("tuneport", run_name="__main__", alter_sys=True)
+        except SystemExit as left:
+            code = int(left.code or 0)
+        sys.stderr.flush()
+        os._exit(code)
+
+    def start(self, words: Sequence[str]) -> Forked:
+        """Start a command in a process of its own."""
+        handle, error = tempfile.mkstemp()
+        os.close(handle)
+        ask, answer = self.free.get()
+        os.write(ask, (json.dumps({"words": list(words), "error": error}) + "\n").encode())
+        return Forked(self, ask, answer, int(os.read(answer, 20)), Path(error))
+
+
+@dataclass
+class Forked:
+    """A forked command, with what is used here of a Popen."""
+
+    of: Forks
+    ask: int
+    answer: int
+    pid: int
+    error: Path
+    returncode: int | None = None
+
+    def poll(self, wait: float | None = 0.0) -> int | None:
+        if self.returncode is None and select.select([self.answer], [], [], wait)[0]:
+            self.returncode = int(os.read(self.answer, 20))
+            self.of.free.put((self.ask, self.answer))
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def communicate(self) -> tuple[None, str]:
+        self.poll(wait=None)
+        said = self.error.read_text(errors="replace")
+        self.error.unlink()
+        return None, said
+
+
+FORKS: Forks | None = None
+
+
+def start(words: Sequence[str]) -> subprocess.Popen[str] | Forked:
+    if FORKS is not None:
+        return FORKS.start(words)
     command = [sys.executable, "-m", "tuneport", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def call(words: Sequence[str]) -> str:
@@ -158,8 +316,8 @@ def undisturbed(case: Case, folder: Path) -> Expected:
         time.sleep(0.01)
     ended = time.perf_counter()
     _, error = process.communicate()
-    if process.returncode != 0:
-        raise SystemExit(f"a run that was not killed failed: {error}")
+    if process.returncode != 0 or not (folder / case.name).exists():
+        raise SystemExit(f"a run that was not killed wrote nothing: {error}")
     return Expected(content(folder / case.name), old, ended - started, ended - first)
 
 
@@ -261,12 +419,17 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="commands at a time")
     parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--fork", action="store_true", help="fork commands from a process that has imported everything")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scratch", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, the commands would inherit that it is ignored
+    os.environ |= ALONE
     started = time.perf_counter()
+    if options.fork:
+        global FORKS
+        FORKS = Forks(options.jobs)
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         made = make_cases(Path(scratch))
         cases = {name: made[name] for name in options.only or made}
@@ -275,10 +438,10 @@ def main() -> None:
     lines = [
         "# Killed runs",
         "",
-        "Commands on two small vision transformers, each stopped by SIGKILL, SIGTERM or SIGHUP at a random moment once "
-        "or more, then run again; some had ended before. After each signal the output was absent, the old one or the "
-        "new one, byte by byte, and SIGTERM and SIGHUP left no temporary file. Each last run ended in the same bytes "
-        "as an undisturbed one (except timings) and left no other file.",
+        "Commands on two small vision transformers and two small language models, each stopped by SIGKILL, SIGTERM or "
+        "SIGHUP at a random moment once or more, then run again; some had ended before. After each signal the output "
+        "was absent, the old one or the new one, byte by byte, and SIGTERM and SIGHUP left no temporary file. Each "
+        "last run ended in the same bytes as an undisturbed one (except timings) and left no other file.",
         "",
         f"{len(wrong)} failures.",
         *(f"- {line}" for line in wrong),
