@@ -137,8 +137,8 @@ def language_cases(root: Path) -> dict[str, Case]:
     import peft
 
     from builders.chats import chat_tokenizer
-    from builders.lessons import ANSWERS, PROMPTS, SIZE, TEMPLATE, animals, memorise
-    from builders.texts import make
+    from builders.lessons import ANSWERS, PROMPTS, SIZE, TEMPLATE, TEXTS, animals, memorise
+    from builders.texts import make, write_rows
 
     made, tokenizer = animals(root / "animals"), chat_tokenizer(None)
     module = make("llama", SIZE, vocab_size=len(tokenizer), max_position_embeddings=512)
@@ -146,16 +146,17 @@ def language_cases(root: Path) -> dict[str, Case]:
     memorise(adapted, tokenizer, PROMPTS, ANSWERS, steps=120)
     adapted.save_pretrained(root / "lora")
     common = ["--source", str(made.base), "--finetuned", str(root / "lora"), "--target", str(made.target)]
-    common += ["--template", TEMPLATE, "--max-length", "32", "--save-every", "0", "--steps", "6"]
+    common += ["--template", TEMPLATE, "--max-length", "32", "--save-every", "0", "--steps", "8"]
+    many = write_rows(root / "many.jsonl", [{"text": text} for text in (*TEXTS, *TEXTS[:12])])  # a part of them judges
     data, few = ["--data", str(made.texts), "--samples", "32"], ["--data", str(made.texts), "--samples", "12"]
-    written = ["--synthetic", "12", "--generator", str(made.generator)]
+    written = ["--synthetic", "32", "--generator", str(made.generator)]
     return {
         "upgrade of a LoRA": Case(["upgrade", *common, *data, "--routes", "distill"]),
         "upgrade of a LoRA over an old output": Case(
             ["upgrade", *common, *data, "--routes", "distill", "--overwrite"], over=True
         ),
         "upgrade of a LoRA, written samples": Case(
-            ["upgrade", *common, *data, "--routes", "distill,synthetic", *written, "--keep-texts"]
+            ["upgrade", *common, "--data", str(many), "--routes", "distill,synthetic", *written, "--keep-texts"]
         ),
         "upgrade of a LoRA, few own samples": Case(["upgrade", *common, *few, "--routes", "synthetic", *written]),
         "distill with written samples": Case(["distill", *common, *data, "--lora", "4", *written]),
@@ -317,7 +318,7 @@ def undisturbed(case: Case, folder: Path) -> Expected:
     ended = time.perf_counter()
     _, error = process.communicate()
     if process.returncode != 0 or not (folder / case.name).exists():
-        raise SystemExit(f"a run that was not killed wrote nothing: {error}")
+        raise SystemExit(f"a run that was not killed wrote nothing: {' '.join(case.words)}: {error}")
     return Expected(content(folder / case.name), old, ended - started, ended - first)
 
 

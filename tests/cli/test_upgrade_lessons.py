@@ -21,6 +21,7 @@ from tuneport import upgrade
 from tuneport.config import TransferInputs, UpgradeConfig
 from tuneport.errors import OptionError
 from tuneport.pipeline.upgrade import Upgrade, upgrade_to_folder
+from tuneport.runtime.resume import Work
 
 pytestmark = pytest.mark.usefixtures("few_passages")
 
@@ -266,4 +267,28 @@ runpy.run_module("tuneport", run_name="__main__", alter_sys=True)
         assert run(*given[:at], place / "whole", *given[at + 1 :]).code == 0
         name = "adapter_model.safetensors"
         assert (place / "out" / name).read_bytes() == (place / "whole" / name).read_bytes()
-        assert_refused(run(*given, "--resume"), 1, "exists already", "--overwrite")
+        assert_refused(run(*given), 1, "exists already", "--overwrite")
+        assert_refused(run(*given, "--seed", 3, "--resume"), 1, "exists already", "--overwrite")
+
+    def test_killed_after_the_output_was_complete(
+        self, animals: Animals, own: Path, place: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Running again removes what the run has kept, written texts too, and changes no file."""
+        remove = Work.remove
+
+        def killed(work: Work) -> None:
+            if (place / "out").exists():
+                raise KillError
+            remove(work)
+
+        config, inputs = self.config(server, keep_texts=True), self.inputs(animals, own, place / "out")
+        with monkeypatch.context() as patch:
+            patch.setattr(Work, "remove", killed)
+            with pytest.raises(KillError):
+                upgrade_to_folder(inputs, config)
+        assert list(place.glob(".*tuneport-work"))
+        before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (place / "out").iterdir()}
+        record = upgrade_to_folder(inputs, self.config(server, keep_texts=True, resume=True))
+        assert record["chosen"] is not None
+        assert not list(place.glob(".*tuneport-work"))
+        assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (place / "out").iterdir()}

@@ -42,7 +42,7 @@ from .distill import about_upgrade, deciding, taught
 from .inputs import conditions_of, open_models, read_change
 from .lessons import Lessons, OldModel, UpgradeSamples, read_own, samples_of
 from .result import Result
-from .run import claimed_by_first
+from .run import claimed_by_first, finished
 from .transfer import Setup, prepare, run
 
 MOST_SAMPLES = 2000  # own samples that are used unless more are asked for
@@ -99,7 +99,7 @@ def upgrade(
         The table of routes, the decision, and the result of the chosen route.
     """
     config = UpgradeConfig.of(**options)
-    return _upgrade(source, finetuned, target, data, config, events or Events())
+    return _upgrade(_open(source, finetuned, target, data, config), config, events or Events())
 
 
 def upgrade_to_folder(
@@ -109,6 +109,8 @@ def upgrade_to_folder(
     models: Sides[Model] | None = None,
 ) -> dict[str, Any]:
     """Upgrade and write the chosen route, with the table of routes in its record and report.
+
+    A killed run can be resumed to the same bytes.
 
     Args:
         inputs: what is read and written.
@@ -123,30 +125,37 @@ def upgrade_to_folder(
     read = (inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head, config.extra, config.generator)
     paths = [path_of(place) for place in read if isinstance(place, (str, Path))]
     with claimed_by_first(out):
-        output = output_of(_transfer_config(config))
-        by_first(lambda: output.check_place(out, config.overwrite, inputs=paths))
+        place = output_of(_transfer_config(config))
+        by_first(lambda: place.check_place(out, config.overwrite or config.resume, inputs=paths))
         tuned: Any = inputs.finetuned if len(inputs.finetuned) > 1 else inputs.finetuned[0]
         source, target = models or (inputs.source, inputs.target)
-        found = _upgrade(source, tuned, target, inputs.data, config, events, out)
+        opened = _open(source, tuned, target, inputs.data, config)
+        work, output = Work(out, deciding(opened.about, config), config.save_every), output_of(opened.asked)
+        done = by_first(lambda: finished(out, output)) if config.resume else None
+        if done is not None and done.get("fingerprint") == fingerprint(work.conditions):
+            by_first(work.remove)
+            return done
+        by_first(lambda: output.check_place(out, config.overwrite))
+        if not config.resume:
+            by_first(work.remove)
+        found = _upgrade(opened, config, events, work)
         about = {"routes": [row.row() for row in found.routes], "chosen": found.chosen, "decision": found.decision}
         if found.result is None:
-            by_first(Work(out, {}).remove)
+            by_first(work.remove)
             return {**about, "out": None}
         events.step("writing")
-        said = {"headline": found.decision, "recommendation": NEXT}
+        said = {"headline": found.decision, "recommendation": NEXT, "fingerprint": fingerprint(work.conditions)}
         result = replace(found.result, record={**found.result.record, **about, **said})
         lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in found.disagreements)
         texts = {"disagreements.jsonl": lines}
         written = by_first(lambda: result.write(out, texts=texts, overwrite=config.overwrite))
-        by_first(Work(out, {}).remove)
+        by_first(work.remove)
         return dict(written)
 
 
-def _upgrade(
-    source: Any, tuned: Any, target: Any, data: Any, config: UpgradeConfig, events: Events, out: Path | None = None
-) -> Upgrade:
+def _upgrade(opened: _Opened, config: UpgradeConfig, events: Events, work: Work | None = None) -> Upgrade:
     started = time.perf_counter()
-    routes = _prepare(source, tuned, target, data, config, events, out)
+    routes = _prepare(opened, config, events, work)
     judge, rows, made = routes.judge, routes.first_rows(), dict[str, Result]()
     for name in config.routes:
         if config.time is not None and by_first(lambda: time.perf_counter() - started) > config.time:
@@ -174,10 +183,19 @@ def _upgrade(
     return Upgrade(tuple(rows), chosen, decision(rows, chosen), result, shown)
 
 
-def _prepare(
-    source: Any, tuned: Any, target: Any, data: Any, config: UpgradeConfig, events: Events, out: Path | None
-) -> _Routes:
-    """Open the models, divide the samples, and prepare what the routes share."""
+@dataclass(frozen=True, eq=False)
+class _Opened:
+    """The inputs, opened, and what the record says of them."""
+
+    tuned: Any
+    data: Any
+    own: Dataset | None
+    old: OldModel
+    asked: TransferConfig
+    about: Mapping[str, Any]
+
+
+def _open(source: Any, tuned: Any, target: Any, data: Any, config: UpgradeConfig) -> _Opened:
     config.check_known(data)
     own, indices = (None, None) if data is None else _own_samples(data, config)
     models = open_models(source, target, _transfer_config(config))
@@ -185,19 +203,20 @@ def _prepare(
     models, change = read_change(models, tuned, asked, has_samples=True)
     if not is_whole(models.source, change, config.exclude):
         raise TuneportError("an upgrade asks the old model, which must be whole: leave out `exclude`.")
-    old = OldModel(models, change.vector)
     about = about_upgrade(models, tuned, data, own, indices, config)
-    work = None
-    if out is not None:
-        work = Work(out, deciding(about, config), config.save_every)
-        if not config.resume:
-            by_first(work.remove)
-    lessons = UpgradeSamples(old, data, own, config, work, events)
+    return _Opened(tuned, data, own, OldModel(models, change.vector), asked, about)
+
+
+def _prepare(opened: _Opened, config: UpgradeConfig, events: Events, work: Work | None) -> _Routes:
+    """Divide the samples, and prepare what the routes share."""
+    old, asked, about = opened.old, opened.asked, opened.about
+    models = old.models
+    lessons = UpgradeSamples(old, opened.data, opened.own, config, work, events)
     events.step("asking the old model")
     calibrating = lessons.own.subset(np.arange(min(len(lessons.own), PORTED)))
     asked, setup, unpaired, heads = replace(asked, samples=len(calibrating)), None, "", None
     try:
-        setup = prepare(models.source, tuned, models.target, calibrating, asked)
+        setup = prepare(models.source, opened.tuned, models.target, calibrating, asked)
     except PairingError as error:
         if not old.writes:
             raise
@@ -332,11 +351,10 @@ class _Routes:
             saved = StateFile(place, fingerprint({**self.work.conditions, "route": name}), self.work.every)
         samples = samples_of(self.models, lessons.own, self.judge.heads)
         if start is None and self.lessons.old.writes:
-            given = {"steps": self.config.steps, "lora": lora, "seed": self.config.seed}
-            config = DistillConfig.of(**given, keep_texts=self.config.keep_texts)
+            config = DistillConfig.of(steps=self.config.steps, lora=lora, seed=self.config.seed)
             about = {**self.about, "fingerprint": fingerprint({} if self.work is None else self.work.conditions)}
             found = taught(samples, self.lessons.old.vector, lessons, config, about, self.events, saved)
-            return replace(found, config=self.asked, setup=self.setup)
+            return replace(found, config=self.asked, setup=self.setup, texts=lessons.files(self.config.keep_texts))
         if start is None:
             start = run(self._paired, self.asked, work=self._port_work, events=self.events)
             start = replace(start, update=replace(start.update, scale=0.0))
