@@ -1,11 +1,11 @@
 """Claim: whatever a file holds, reading it ends soon, in a result or in a TuneportError, and touches nothing else.
 
 Takes small good files of every kind that is read (weights, indexes, pickles, configurations, models that run,
-tokenizers, heads, task vectors, adapters and their patterns, tables, Parquet, archives, images, recipes, saved
-work), spoils them at random, or puts a pipe, a link or a bomb in their place, and reads them; the command line is run
-as well. Counted: good reads, refusals, and what must not happen: other exceptions, more than 10 s of CPU time or
-120 s, more memory than docs/limits.md allows, messages of several lines or over 2,000 characters, files opened for
-writing outside the folder, code run from a pickle. Exits 1 if any of these happened.
+tokenizers, heads, task vectors, adapters and their patterns, tables, Parquet, archives, images, recipes, prompts,
+answers of servers, saved work), spoils them at random, or puts a pipe, a link or a bomb in their place, and reads them;
+the command line is run as well. Counted: good reads, refusals, and what must not happen: other exceptions, more than
+10 s of CPU time or 120 s, more memory than docs/limits.md allows, messages of several lines or over 2,000 characters,
+files opened for writing outside the folder, code run from a pickle. Exits 1 if any of these happened.
 
 Bombs, models that run, pipes and commands are read in a process of their own with limits. Case N is the same
 whatever the number of jobs is: `--only N` repeats it.
@@ -37,6 +37,7 @@ from typing import Any
 
 SLOW = 10.0  # seconds of CPU time
 HANGS = 120.0  # seconds
+LOOPBACK = "127.0.0.1"  # where servers of cases listen
 CHEAP = 4  # cases that are read in the process itself, for one that has a process of its own
 LONGEST = 2000  # characters of a message
 MIB = 2**20
@@ -63,7 +64,7 @@ class Guard:
             place = os.path.abspath(os.fsdecode(arguments[0]))
             if writes and not place.startswith((self.allowed, os.devnull)):
                 self.found.append(f"open {arguments[0]!r}")
-        elif event in ("os.system", "os.exec", "socket.connect"):
+        elif event in ("os.system", "os.exec", "socket.connect") and arguments[-1][0] != LOOPBACK:
             self.found.append(f"{event} {arguments!r:.100}")
         elif event in ("os.remove", "os.rename", "os.rmdir") and arguments[-1] == -1:  # a whole path
             place = os.path.abspath(os.fsdecode(arguments[0]))

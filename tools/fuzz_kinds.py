@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fuzz_lessons import lessons
 from fuzz_spoil import (
     odd_adapter,
     odd_arrays,
@@ -220,6 +221,7 @@ def kinds(root: Path) -> Iterator[Kind]:
     yield from tables(root)
     yield from bombs(root)
     yield from special_files(root)
+    yield from lessons(root, Kind)
     yield from commands(root)
     yield Kind("recipe of odd values", "recipe.toml", odd_recipe, read_recipe)
     yield Kind("patterns of an adapter", "adapter/adapter_config.json", odd_adapter, look_at_adapter, alone=True)

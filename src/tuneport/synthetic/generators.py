@@ -118,7 +118,7 @@ class ServerGenerator:
         try:
             return str(answer["data"][0]["id"])
         except (KeyError, IndexError, TypeError) as error:
-            raise TuneportError(f"{self.url} lists no model. Name one as `generator_model`.") from error
+            raise TuneportError(f"{self.url} lists no model. Check that the server has /v1/models.") from error
 
     def _complete(self, body: dict[str, Any]) -> Written:
         answer = self._ask("completions", body)
