@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tuneport.cli import checks
+from tuneport import checks
 from tuneport.data.samplers import SAMPLERS
 from tuneport.measure.objectives import OBJECTIVES
 from tuneport.methods import METHODS
