@@ -195,7 +195,10 @@ def machine(device: torch.device) -> str:
 def publish(
     name: str, out: Path | None, text: str, data: dict[str, Any], device: torch.device, commit: str | None = None
 ) -> None:
-    """Print the table, and write it with the data and where it comes from (`commit`: where there is no repository)."""
+    """Print the table; keep it with the data and where it comes from (`commit`: where there is no repository).
+
+    All that is kept in the folder `out` is on one page beside it.
+    """
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     about = {
         "command": "python " + " ".join([Path(sys.argv[0]).as_posix(), *sys.argv[1:]]),
@@ -207,5 +210,12 @@ def publish(
     print(text)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.md").write_text(text, encoding="utf-8")
-        (out / f"{name}.json").write_text(json.dumps({**data, **about}, indent=1) + "\n", encoding="utf-8")
+        kept = {**data, **about, "page": text}
+        (out / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        out.with_suffix(".md").write_text(page(out), encoding="utf-8")
+
+
+def page(folder: Path) -> str:
+    """One page of all that is kept in a folder."""
+    parts = [f"## {path.stem}\n\n{json.loads(path.read_text())['page']}" for path in sorted(folder.glob("*.json"))]
+    return "\n".join(["# Speed and memory\n", *parts])
