@@ -1,11 +1,19 @@
-"""Every number of the README and of the page on benchmarks is that of the committed results."""
+"""Every number of README.md, docs/results.md and paper/results.md is that of a committed row."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from benchmarks.claims import check, distill, language_tables
-from benchmarks.rows import rows_in
+from benchmarks.claims import check
+from benchmarks.skill import pages
+from benchmarks.speed import record
+
+Row = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -13,14 +21,70 @@ def known() -> dict[str, float]:
     return check.values()
 
 
+def problems_of(name: str, page: str, known: dict[str, float]) -> list[str]:
+    problems = pages.problems()
+    check.corrected(page, known, problems, name)
+    return problems
+
+
 @pytest.mark.parametrize("name", check.PAGES)
 def test_every_number_is_that_of_the_results(name: str, known: dict[str, float]) -> None:
     """If not: python -m benchmarks.claims.check --write"""
-    problems: list[str] = []
     page = (check.ROOT / name).read_text()
-    assert check.corrected(page, known, problems, name) == page
-    assert problems == []
+    assert problems_of(name, page, known) == []
+    assert check.corrected(page, known, [], name) == page
     assert "<!-- results: " in page
+
+
+@pytest.mark.parametrize("name", check.PAGES)
+def test_a_changed_digit_of_a_page_is_found(name: str, known: dict[str, float]) -> None:
+    """Any digit of any table, and any marked number."""
+    page = (check.ROOT / name).read_text()
+    places = [found.start(3) + at for found in check.TABLE.finditer(page) for at in digits(found[3])]
+    places += [found.start(1) + at for found in check.MARKED.finditer(page) for at in digits(found[1])]
+    assert len(places) > 20
+    for place in places[:: max(1, len(places) // 25)]:
+        wrong = page[:place] + str((int(page[place]) + 1) % 10) + page[place + 1 :]
+        assert problems_of(name, wrong, known)
+
+
+def digits(text: str) -> list[int]:
+    return [found.start() for found in re.finditer(r"\d", text)]
+
+
+def another_commit(rows: list[Row], at: int) -> list[Row]:
+    return [{**row, "commit": "0000000"} if number == at else row for number, row in enumerate(rows)]
+
+
+def without(rows: list[Row], at: int) -> list[Row]:
+    return rows[:at] + rows[at + 1 :]
+
+
+@pytest.mark.parametrize("change", [another_commit, without])
+@pytest.mark.parametrize("task", ["trec6", "sst2-full", "mnist"])
+def test_a_row_of_another_commit_and_a_missing_draw_are_found(
+    change: Callable[[list[Row], int], list[Row]], task: str, known: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = list(pages.committed())
+    at = next(
+        number
+        for number, row in enumerate(rows)
+        if row["task"] == task and row["arm"] == "distill" and row["n"] == 100 and "error" not in row
+    )
+    page = (check.ROOT / "docs/results.md").read_text()
+    changed = change(rows, at)
+    monkeypatch.setattr(pages, "committed", lambda: changed)
+    found = problems_of("docs/results.md", page, known)
+    assert any("differs from the results" in problem for problem in found)
+    draws = [row for row in rows if all(row[key] == rows[at][key] for key in ("pair", "task", "arm", "n"))]
+    if change is another_commit and len(draws) > 1:
+        assert any("are of the commits 0000000" in problem for problem in found)
+
+
+def test_a_small_run_is_no_result() -> None:
+    row = {"pair": "a>b", "task": "mnist", "arm": "distill", "n": 20, "draw": 0, "commit": "c"}
+    assert pages.problems([row]) == []
+    assert pages.problems([{**row, "small": True}]) == ["skill: a>b, mnist, distill@20 is a small run"]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +96,7 @@ def test_every_number_is_that_of_the_results(name: str, known: dict[str, float])
         ("It gains 7 points.", "page: 7 has no origin: It gains 7 points."),
         ("| bico | 7.4 |", "page: 7.4 has no origin: | bico | 7.4 |"),
         ("<!-- results: zoo -->\n| bico | 99 |\n<!-- end -->", "page: the table zoo differs from the results"),
-        ("9.99<!-- verdict: trial: change of accuracy -->", "page: 9.99 is on no line with 'trial: change of "),
+        ("9.99<!-- fuzz: spoiled files -->", "page: 9.99 is on no line with 'spoiled files' of fuzz"),
     ],
 )
 def test_another_number_is_found(text: str, problem: str) -> None:
@@ -48,34 +112,34 @@ def test_settings_code_and_links_are_no_measurements() -> None:
     assert problems == []
 
 
-@pytest.mark.parametrize(
-    ("name", "parts", "draws", "pairs"),
-    [
-        ("language-models", language_tables.PARTS, (0, 1, 2), ["smollm2-135m:tinyllama-1.1b"]),
-        ("language-models-trial", language_tables.TRIAL, (0,), []),
-    ],
-)
-def test_pages_of_language_models_are_those_of_the_rows(
-    name: str, parts: tuple[str, ...], draws: tuple[int, ...], pairs: list[str]
-) -> None:
-    """If not: python -m benchmarks.claims.language_models --table, with the options of its docstring"""
-    lines = language_tables.page(rows_in(check.RESULTS / f"{name}.jsonl"), parts, draws, pairs)
-    assert "\n".join(lines) + "\n" == (check.RESULTS / f"{name}.md").read_text(encoding="utf-8")
+def test_pages_of_results_are_few_short_and_made_by_commands() -> None:
+    found = sorted(check.RESULTS.rglob("*.md"))
+    assert len(found) < 15
+    assert sum(len(path.read_text().split()) for path in found) < 12_000
+    for path in found:
+        assert re.search(r"^- commands?: `?python ", path.read_text(), re.MULTILINE), path
+    speed = check.RESULTS / "speed"
+    assert speed.with_suffix(".md").read_text() == record.page(speed)
 
 
-def test_tables_of_distillations_are_those_of_the_rows() -> None:
-    """If not: python -m benchmarks.claims.distill --write, with the options of its docstring"""
-    zoo, text = (rows_in(check.RESULTS / f"{name}.jsonl") for name in ("distill", "distill-text"))
-    page = (check.RESULTS / "distill.md").read_text(encoding="utf-8").splitlines()
-    assert [line for line in (*distill.cell_table(zoo), *distill.text_table(text)) if line not in page] == []
+def test_files_of_results_are_those_that_pages_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = set[Path]()
+    plain = Path.read_text
+
+    def noted(path: Path, *args: Any, **options: Any) -> str:
+        read.add(path.resolve())
+        return plain(path, *args, **options)
+
+    monkeypatch.setattr(Path, "read_text", noted)
+    pages.committed.cache_clear()
+    check.values()
+    for table in check.TABLES.values():
+        table()
+    record.page(check.RESULTS / "speed")
+    files = {path for path in check.RESULTS.rglob("*") if path.is_file() and path.suffix != ".md"}
+    assert files - read == set()
 
 
-def test_a_page_of_language_models_says_what_is_missing_and_what_failed() -> None:
-    cell = {"pair": "a:b", "task": "trec6", "samples": 4, "lora": "1 steps of 2", "test": 3}
-    cell |= {"commit": "c", "device": "d", "torch": "t", "seconds": 1.0}
-    scores = {"accuracy": None, "bits": 1.0, "perplexity": 2.0}
-    rows = [cell | scores | {"row": "few-shot", "draw": 0}, cell | {"row": "bico@1", "draw": 0, "error": "too large."}]
-    said = list(language_tables.page(rows, ["target", "few-shot", "bico@1"], (0, 1), ["a:b", "a:c"]))
-    assert "\n**Not measured**: target, bico@1; few-shot (draw 1)." in said
-    assert said[-2:] == ["\n**Failed**: bico@1, draw 0: too large.", "\n**Not measured at all**: a:c."]
-    assert "| few-shot | 1 |  | 1.0000 | 2.00 |  | 1 | c |" in said
+def test_the_page_of_results_fits_four_screens() -> None:
+    lines = (check.ROOT / "docs/results.md").read_text().splitlines()
+    assert len(lines) <= 4 * 40

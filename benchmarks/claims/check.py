@@ -1,12 +1,12 @@
-"""Compare every number of README.md and of two pages of docs with the committed results.
+"""Compare every number of README.md, docs/results.md and paper/results.md with the committed results.
 
     python -m benchmarks.claims.check           # fails where a number differs
     python -m benchmarks.claims.check --write   # puts the numbers of the results into the texts
 
 A table stands between `<!-- results: NAME -->` and `<!-- end -->`, and a function of TABLES makes its lines. A measured
-number in a sentence is followed by its origin in a comment: `76<!-- distill.n100 -->` is a value of `values()`, and
-`0.79<!-- verdict: change of accuracy -->` stands on a line with these words of verdict.md under benchmarks/results.
-All other numbers are in backquotes, in a block of code, or part of a phrase of SETTINGS.
+number in a sentence is followed by its origin in a comment: `17<!-- zoo.share -->` is a value of `values()`, and
+`0.79<!-- fuzz: cases -->` stands on a line with these words of fuzz.md under benchmarks/results. Draws of one cell must
+be of one commit. All other numbers are in backquotes, in a block of code, or part of a phrase of SETTINGS.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import json
 import re
 import statistics
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import distill, language_tables, readme
-from benchmarks.claims.zoo import METHODS, PAIRS, STATED
+from benchmarks.claims import readme
+from benchmarks.claims.zoo import METHODS, PAIRS
 from benchmarks.rows import rows_in
+from benchmarks.skill import pages
+from benchmarks.skill.towers import FINE_TUNED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -34,7 +34,7 @@ else:
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "paper/recipes"
 RESULTS = ROOT / "benchmarks/results"
-PAGES = ("README.md", "docs/results.md")
+PAGES = ("README.md", "docs/results.md", "paper/results.md")
 NUMBER = r"[-+−]?\d[\d,]*(?:\.\d+)?"
 MARKED = re.compile(rf"({NUMBER})( ?%?)<!-- ([^>]+?) -->")
 TABLE = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -49,7 +49,6 @@ def mean(values: Iterable[float]) -> float:
     return statistics.mean(values)
 
 
-SKILL_ARMS = (("target", None), ("few-shot", 100), ("distill", 100), ("distill", 2000), ("synthetic", 100))
 ZOO_ROWS = [*((name, "1") for name in METHODS), ("theseus", "auto"), ("bico", "auto")]
 
 
@@ -83,7 +82,7 @@ def zoo_table() -> list[str]:
 
 
 def zoo_share(rule: str) -> float:
-    """The share of the gain of full fine-tuning that BiCo recovers at a scale, where it is known."""
+    """The share of the gain of full fine-tuning that BiCo recovers at a scale."""
     rows = json.loads((RESULTS / "zoo-n100.json").read_text())
     gains, whole = [], []
     for (source, target), tasks in PAIRS.items():
@@ -91,61 +90,9 @@ def zoo_share(rule: str) -> float:
             here = [row for row in rows if (row["pair"], row["task"]) == (f"{source}-{target}", task)]
             base = mean(row["accuracy"] for row in here if row["method"] == "target")
             ported = mean(r["accuracy"] for r in here if (r["method"], r["scale_rule"]) == ("bico", rule))
-            if task in STATED[target]:
-                gains.append(ported - base)
-                whole.append(STATED[target][task] - base)
+            gains.append(ported - base)
+            whole.append(FINE_TUNED[target][task] - base)
     return 100 * sum(gains) / sum(whole)
-
-
-def text_shares() -> list[float]:
-    """The share that the port recovers by default, for each text encoder of the README."""
-    found = [case.scores for case in readme.cases() if case.title.startswith("MiniLM")]
-    return [100 * (case["port"] - case["before"]) / (case["full"] - case["before"]) for case in found]
-
-
-def distilled(samples: int) -> dict[str, float]:
-    """Distillation for 300 steps: shares of the gain in %, means over cells, the worst of them, and leads of the port.
-
-    `port` is the share before a step, `share` after all, `bare` that from the bare target, and `labels` that of
-    few-shot fine-tuning.
-    """
-    rows = rows_in(RESULTS / "distill.jsonl")
-    begun = distill.shares([row | {"share": row["share_begun"]} for row in rows], samples, "port")
-    taught, bare = (distill.shares(rows, samples, start) for start in ("port", "target"))
-    leads = distill.leads(rows, samples)
-    return {
-        "port": mean(begun.values()),
-        "share": mean(taught.values()),
-        "worst": min(taught.values()),
-        "bare": mean(bare.values()),
-        "bare_worst": min(bare.values()),
-        "labels": mean(distill.shares(rows, samples, "target", "labels").values()),
-        "lead": mean(leads),
-        "lead_least": min(leads),
-        "lead_most": max(leads),
-        "ahead": sum(lead > 0 for lead in leads),
-        "cells": len(leads),
-    }
-
-
-def distill_table() -> list[str]:
-    names = {
-        "port": "port",
-        "share": "port and distillation",
-        "worst": "its worst cell",
-        "bare": "distillation of the bare target",
-        "bare_worst": "its worst cell",
-        "labels": "fine-tuning of the bare target with labels, one draw",
-    }
-    few, many = distilled(100), distilled(500)
-    lines = ["| | N = 100 | N = 500 |", "|---|---|---|"]
-    return lines + [f"| {name} | {few[key]:.0f} | {many[key]:.0f} |" for key, name in names.items()]
-
-
-def text_distilled() -> dict[str, float]:
-    """Distillation of text encoders with 500 sentences: the mean share of the cells, their number and the least."""
-    found = distill.shares(rows_in(RESULTS / "distill-text.jsonl"), 500, "port")
-    return {"share": mean(found.values()), "least": min(found.values()), "cells": len(found)}
 
 
 def rivals_table() -> list[str]:
@@ -169,73 +116,97 @@ def rivals_table() -> list[str]:
     return lines
 
 
-def classifiers_table() -> list[str]:
-    """Accuracies of ported classifiers and their rivals: means over tasks and draws, by target and fine-tune."""
-    rows = rows_in(RESULTS / "classifiers.jsonl")
-    names = {"source": "source", "port": "port", "port_auto": "auto", "distilled": "distilled"}
-    names |= {"probe": "(a)", "head": "(b)", "few": "(c)", "target_tuned": "(d)"}
-    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        groups[f"{row['target']}, {row['kind']}"].append(row)
-    lines = ["| target, fine-tune | " + " | ".join(names.values()) + " |", "|---" * (len(names) + 1) + "|"]
-    for group, found in [*sorted(groups.items()), ("mean", rows)]:
-        lines.append(f"| {group} | " + " | ".join(f"{mean(row[name] for row in found):.1f}" for name in names) + " |")
-    return lines
-
-
-def classifiers_values() -> dict[str, float]:
-    """The lead of the ported and of the distilled classifier over each rival, and the number of rows."""
-    rows = rows_in(RESULTS / "classifiers.jsonl")
-    leads = product(("port", "distilled"), ("probe", "head", "few", "target_tuned"))
-    return {"classifiers.rows": len(rows)} | {
-        f"classifiers.{name}.{rival}": mean(row[name] - row[rival] for row in rows) for name, rival in leads
+def encoders_table() -> list[str]:
+    """Zero-shot accuracies of sentence encoders with 100 sentences: means over tasks and draws, by target."""
+    text = json.loads((RESULTS / "text.json").read_text())
+    rows, targets = text["rows"], list(dict.fromkeys(row["target"] for row in text["rows"]))
+    known = {
+        "target": "the new encoder as it is",
+        "naive": "the old change, copied",
+        "bico, scale auto": "port",
+        "bico": "port, scale 1",
+        "few-shot fine-tuning": "trained on the same sentences with labels",
+        "fine-tuned target": "trained on all data",
     }
-
-
-def language_table() -> list[str]:
-    lines = language_tables.summary(*(rows_in(RESULTS / f"language-models{part}.jsonl") for part in ("-trial", "")))
-    return [line for line in lines if not line.startswith("| trec6, bits")]
-
-
-def skill_table() -> list[str]:
-    """Arms of upgrades on language models, those that have rows: mean and spread over the draws."""
-    rows = rows_in(RESULTS / "skill.jsonl")
-    lines = ["| task | pair | arm | accuracy, % | neutral text, % | draws |", "|---|---|---|---|---|---|"]
-    for task, pair in dict.fromkeys((row["task"], row["pair"]) for row in rows):
-        for arm, count in SKILL_ARMS:
-            wanted = {"task": task, "pair": pair, "arm": arm, "n": count}
-            found = [row for row in rows if wanted.items() <= row.items() and "accuracy" in row.get("scores", {})]
-            if not found:
-                continue
-            scores = [row["scores"]["accuracy"] for row in found]
-            spread = f" ± {statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
-            neutral = statistics.mean(100 * (row["neutral"] / row["neutral_base"] - 1) for row in found)
-            words = f"{arm}, N = {count}" if count else arm
-            name = pair.replace(">", " to ")
-            cells = f"{statistics.mean(scores):.1f}{spread} | {neutral:+.1f}"
-            lines.append(f"| {task} | {name} | {words} | {cells} | {len(found)} |")
+    lines = ["| accuracy, % | " + " | ".join(f"minilm-l6 to {name}" for name in targets) + " |"]
+    lines.append("|---" * (len(targets) + 1) + "|")
+    old = [mean(note["fine-tuned source"] for note in text["notes"] if note["target"] == name) for name in targets]
+    lines.append("| the old model | " + " | ".join(f"{value:.1f}" for value in old) + " |")
+    for method, words in known.items():
+        found = [
+            mean(r["zero-shot"] for r in rows if (r["target"], r["method"]) == (name, method) and r["N"] != 20)
+            for name in targets
+        ]
+        lines.append(f"| {words} | " + " | ".join(f"{value:.1f}" for value in found) + " |")
     return lines
+
+
+def ports_table() -> list[str]:
+    """Closed forms between language models: accuracy, or bits per character where nothing is chosen."""
+    arms = ("target", "theseus@1", "bico@1", "bico@auto", "fine-tuned source")
+    cells: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in rows_in(RESULTS / "language-ports.jsonl"):
+        found = cells.setdefault((row["task"], row["pair"]), {arm: [] for arm in arms})
+        found[row["row"]].append(row["bits"] if row["accuracy"] is None else row["accuracy"])
+    lines = ["| task | pair | " + " | ".join(arms) + " |", "|---" * (len(arms) + 2) + "|"]
+    for (task, pair), found in sorted(cells.items(), reverse=True):
+        words, digits = (f"{task}, %", 1) if task == "trec6" else (f"{task}, bits", 2)
+        scores = [f"{mean(found[arm]):.{digits}f}" for arm in arms]
+        lines.append(f"| {words} | {pair.replace(':', ' to ')} | " + " | ".join(scores) + " |")
+    return lines
+
+
+def recipes_table() -> list[str]:
+    """Gains of the paper's methods over the target in the recipes' small variants, and the paper's own gains."""
+    names = ("bico", "theseus")
+    lines = [
+        "| recipe | in the paper | samples | BiCo, scale 1 | auto | THESEUS, scale 1 | auto | paper: BiCo | THESEUS |"
+    ]
+    lines.append("|---" * 9 + "|")
+    for path in sorted((RESULTS / "recipes").glob("*/results.json")):
+        rows = json.loads(path.read_text()).get("rows", [])
+        recipe = tomllib.loads((RECIPES / f"{path.parent.name}.toml").read_text())
+        printed = {(row[0], row[1]): mean(row[2:-1] or row[2:]) for row in recipe.get("printed", {}).get("rows", [])}
+        budgets = sorted({row["budget"] for row in rows if row.get("method") == "bico" and row["sampler"] == "random"})
+        for budget in dict.fromkeys([*budgets[:1], *budgets[-1:]]):
+            cells = [_gain(rows, name, rule, budget) for name in names for rule in ("1", "auto")]
+            base = printed.get(("target", 0))
+            for name in names:
+                known = printed.get((name, budget))
+                cells.append("–" if base is None or known is None else f"{known - base:+.1f}")
+            lines.append(f"| {path.parent.name} | {recipe['paper']} | {budget} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _gain(rows: list[dict[str, Any]], method: str, rule: str, budget: int) -> str:
+    """The gain over the target in points, the mean over tasks and seeds."""
+
+    def accuracies(name: str, *more: tuple[str, Any]) -> list[float]:
+        wanted = {"method": name, "sampler": "random", **dict(more)}
+        here = [row for row in rows if wanted.items() <= row.items()]
+        return [mean(row["accuracy"] for row in here if row["task"] == task) for task in {row["task"] for row in here}]
+
+    found = accuracies(method, ("scale_rule", rule), ("budget", budget))
+    base = accuracies("target", ("budget", budget)) or accuracies("target")
+    return f"{mean(found) - mean(base):+.1f}" if found and base else "–"
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    "skill": skill_table,
     "readme": readme.table,
+    "language": pages.language_table,
+    "classifiers": pages.classifiers_table,
+    "towers": pages.towers_table,
+    "encoders": encoders_table,
     "zoo": zoo_table,
-    "distill": distill_table,
     "rivals": rivals_table,
-    "language_models": language_table,
-    "classifiers": classifiers_table,
+    "recipes": recipes_table,
+    "ports": ports_table,
 }
 
 
 def values() -> dict[str, float]:
     """Numbers of sentences that are computed from results, by key."""
-    text = text_shares()
-    found = {"text.least": min(text), "text.most": max(text), **rivals_values(), **classifiers_values()}
-    found |= {"zoo.share": zoo_share("1"), "zoo.share.auto": zoo_share("auto")}
-    for samples in (100, 500):
-        found |= {f"distill.n{samples}.{key}": value for key, value in distilled(samples).items()}
-    found |= {f"distill.text.{key}": value for key, value in text_distilled().items()}
+    found = {**rivals_values(), "zoo.share": zoo_share("1"), "zoo.share.auto": zoo_share("auto")}
     for key, recipe, method in (
         ("zero_shot", "depth-and-width", "target"),
         ("theseus", "cross-distribution-depth", "theseus"),
@@ -321,7 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the numbers of the results into the texts")
     options = parser.parse_args()
-    known, problems = values(), list[str]()
+    known, problems = values(), pages.problems()
     for name in PAGES:
         path = ROOT / name
         page = corrected(path.read_text(), known, problems, name)

@@ -7,7 +7,7 @@ differs from the permuted change, over the norm of that change. Needs a transfor
 and the shared texts.
 
     python -m benchmarks.claims.flan_t5 --model MODELS/flan-t5-small-titles --data SHARED/data/text \
-        --out benchmarks/results/flan-t5.md
+        --out flan-t5.md
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 
-from benchmarks.claims.language_models import train_lora
+from benchmarks.claims.language_tasks import train_lora
 from benchmarks.rows import commit
 from tuneport import transfer
 from tuneport.data.dataset import Dataset

@@ -1,4 +1,4 @@
-"""The pairs of `language_models` by commands alone: from the download of the models to a chat with the ported LoRA.
+"""Pairs of language models by commands alone: from the download of the models to a chat with the ported LoRA.
 
 It prints each command and runs it, and leaves out what is there: the models, the LoRA of the source, a ported LoRA.
 `--show` only prints them. It starts from the root of the repository.
@@ -50,7 +50,7 @@ class Session:
 
     @property
     def lora(self) -> Path:
-        """Where `language_models` keeps the LoRA of the source."""
+        """The LoRA of the source."""
         return self.work / f"{self.models[0].name}-{self.task}-{self.steps}x{ALL_DATA['batch']}"
 
     @property
@@ -67,9 +67,8 @@ class Session:
         for model in self.models:
             yield model, ["python", str(self.shared / "get_models.py"), str(model.parent), model.name]
         yield self.lora, [
-            "python", "-m", "benchmarks.claims.language_models", "--models", str(source.parent), "--data",
-            str(self.shared / "data/text"), "--work", str(self.work), "--rows", str(self.work / "rows.jsonl"),
-            "--pairs", self.pair, "--tasks", self.task, "--draws", "0", "--parts", "fine-tuned source",
+            "python", "-m", "benchmarks.claims.language_tasks", "--model", str(source), "--data",
+            str(self.shared / "data/text"), "--task", self.task, "--out", str(self.lora),
             "--steps", str(self.steps), "--test", str(self.test),
         ]  # fmt: skip
         data = ["--finetuned", str(self.lora), "--data", str(self.chats), "--samples", str(self.samples)]

@@ -1,16 +1,15 @@
-"""The tasks of `language_models`, their scores, and the training of a LoRA.
+"""Tasks as chats whose last answer is a label word, and the training of a LoRA on one.
 
-A task is a chat whose last answer is a label word, or passages of Shakespeare.
+python -m benchmarks.claims.language_tasks --model MODEL --data SHARED/data/text --task trec6 --out LORA
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gzip
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import numpy as np
 import torch
 
 from tuneport.data.dataset import Dataset
-from tuneport.measure.accuracy import Evaluation
-from tuneport.measure.language import likelihood, perplexity
 from tuneport.measure.objectives import batch_for, choose_objective
 from tuneport.models.base import Model
+from tuneport.models.open import open_model
 
 VALIDATION = 100
 ALL_DATA: dict[str, Any] = {"steps": 300, "rate": 2e-4, "batch": 8}
@@ -46,56 +44,26 @@ INSTRUCTIONS = {
 
 
 def read_task(name: str, folder: Path, tested: int) -> dict[str, Dataset]:
-    """Training, validation and test samples: chats with a label word, or passages of Shakespeare."""
-    if name == "shakespeare":
-        with gzip.open(folder / "tinyshakespeare.txt.gz", "rt", encoding="utf-8") as file:
-            text = file.read()
-        pieces = [piece.strip() for piece in text.split("\n\n")]
-        passages = ["\n\n".join(pieces[at : at + 4]) for at in range(0, len(pieces), 4)]
-        data = Dataset([passage for passage in passages if 200 < len(passage) < 800], None, (), name=name)
-    else:
-        instruction, words, file_name = INSTRUCTIONS[name]
-        with gzip.open(folder / file_name, "rt", encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file]
-        labels = np.array([int(row["label"]) for row in rows])
-        chats = [[{"role": "user", "content": f"{instruction}\n\n{row['text']}"}] for row in rows]
-        said = [
-            [*chat, {"role": "assistant", "content": words[label]}] for chat, label in zip(chats, labels, strict=True)
-        ]
-        data = Dataset(said, labels, words, name=name)
-        test = np.array([row.get("split") == "test" for row in rows])
-        if test.any() and not test.all():
-            order = np.random.default_rng(0).permutation(np.flatnonzero(~test))
-            taken = np.random.default_rng(0).permutation(np.flatnonzero(test))[:tested]
-            parts = {"validation": order[:VALIDATION], "train": order[VALIDATION:], "test": taken}
-            return {part: data.subset(rows) for part, rows in parts.items()}
+    """Training, validation and test samples: chats with a label word."""
+    instruction, words, file_name = INSTRUCTIONS[name]
+    with gzip.open(folder / file_name, "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    labels = np.array([int(row["label"]) for row in rows])
+    chats = [[{"role": "user", "content": f"{instruction}\n\n{row['text']}"}] for row in rows]
+    said = [[*chat, {"role": "assistant", "content": words[label]}] for chat, label in zip(chats, labels, strict=True)]
+    data = Dataset(said, labels, words, name=name)
+    test = np.array([row.get("split") == "test" for row in rows])
+    if test.any() and not test.all():
+        order = np.random.default_rng(0).permutation(np.flatnonzero(~test))
+        taken = np.random.default_rng(0).permutation(np.flatnonzero(test))[:tested]
+        parts = {"validation": order[:VALIDATION], "train": order[VALIDATION:], "test": taken}
+        return {part: data.subset(rows) for part, rows in parts.items()}
     order = np.random.default_rng(0).permutation(len(data))
     held = tested + VALIDATION
     parts = {"test": order[:tested], "validation": order[tested:held], "train": order[held:]}
     return {part: data.subset(rows) for part, rows in parts.items()}
 
 
-@contextmanager
-def fast_products() -> Iterator[None]:
-    """Context in which a GPU multiplies in TF32: for training and scoring, not for what is aligned."""
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-@fast_products()
-def score(model: Model, data: Dataset) -> dict[str, Any]:
-    found: Evaluation = perplexity(model, data) if data.labels is None else likelihood(model, data)
-    return {
-        "accuracy": None if data.labels is None else found.accuracy,
-        "bits": found.bits_per_character,
-        "perplexity": found.perplexity,
-    }
-
-
-@fast_products()
 def train_lora(
     model: Model, data: Dataset, *, steps: int, rate: float, batch: int, seed: int = 0, out: Path | None = None
 ) -> Any:
@@ -125,3 +93,20 @@ def train_lora(
     if out is not None:
         module.save_pretrained(str(out))
     return module.merge_and_unload()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="a transformers folder")
+    parser.add_argument("--data", type=Path, required=True, help="folder of the texts")
+    parser.add_argument("--task", default="trec6", choices=tuple(INSTRUCTIONS))
+    parser.add_argument("--out", type=Path, required=True, help="the LoRA")
+    parser.add_argument("--steps", type=int, default=ALL_DATA["steps"])
+    parser.add_argument("--test", type=int, default=300, help="test samples, which are not trained on")
+    options = parser.parse_args()
+    data = read_task(options.task, options.data, options.test)["train"]
+    train_lora(open_model(options.model), data, **{**ALL_DATA, "steps": options.steps}, out=options.out)
+
+
+if __name__ == "__main__":
+    main()

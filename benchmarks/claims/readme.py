@@ -14,6 +14,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.skill.pages import of_group
+from benchmarks.skill.towers import FINE_TUNED
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PICTURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "before-after.svg"
 TEXT = {
@@ -21,14 +24,15 @@ TEXT = {
     "gte-small": ("MiniLM-L6 to gte-small", "related, deeper"),
     "minilm-l3": ("MiniLM-L6 to MiniLM-L3", "related, shallower"),
 }
-TOWERS = ("vision towers a to b", "small, unrelated; best of six pairs")
+LANGUAGE = ("SmolLM2 135M to Gemma 3 270M", "language models, other tokenizer; TREC-6")
+TOWERS = ("vision towers a to b", "small, unrelated")
 ROWS = {  # of the table
     "old": "your old fine-tuned model",
     "before": "the new base as it is",
     "naive": "the old change, copied (naive)",
     "port": "**port** (scale auto)",
     "full scale": "port, scale 1 as in the paper",
-    "distilled": "port, then distill: 300 steps, no labels",
+    "taught": "**the old model teaches**, no labels",
     "few": "fine-tune instead? on the same 100 samples",
     "full": "fine-tune instead? on the whole training set",
 }
@@ -44,9 +48,15 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Three pairs of text encoders and one of vision towers."""
+    """A pair of language models, three of text encoders and one of vision towers."""
     text = json.loads((RESULTS / "text.json").read_text(encoding="utf-8"))
-    return [*(_text_case(text, target) for target in TEXT), _tower_case()]
+    return [_language_case(), *(_text_case(text, target) for target in TEXT), _tower_case()]
+
+
+def _language_case() -> Case:
+    rows, place = of_group("language"), ("smollm2-135m>gemma3-270m", "trec6")
+    arms = {"old": "old", "before": "target", "taught": "distill@100", "few": "few-shot@100", "full": "all-data"}
+    return Case(*LANGUAGE, {key: mean(rows.scores(*place, arm)) for key, arm in arms.items()})
 
 
 def _text_case(text: dict[str, Any], target: str) -> Case:
@@ -65,14 +75,14 @@ def _text_case(text: dict[str, Any], target: str) -> Case:
 
 
 def _tower_case() -> Case:
-    lines = (RESULTS / "distill.jsonl").read_text(encoding="utf-8").splitlines()
-    kind = {"pair": "a:b", "samples": 100, "start": "port", "teacher": "source", "steps": 300, "set": ""}
-    rows = [row for row in map(json.loads, lines) if kind.items() <= row.items()]
-    keys = {"before": "target", "port": "begun", "distilled": "written", "full": "finetuned"}
-    scores = {key: mean(row[name] for row in rows) for key, name in keys.items()}
+    rows, pair = of_group("towers"), "a>b"
+    arms = {"old": "old", "before": "target", "taught": "distill@100"}
+    tasks = rows.group.grid[pair]
+    scores = {key: mean(mean(rows.scores(pair, task, arm)) for task in tasks) for key, arm in arms.items()}
+    scores["full"] = mean(FINE_TUNED["b"][task] for task in tasks)
     zoo = json.loads((RESULTS / "zoo-n100.json").read_text(encoding="utf-8"))
-    for key, method in (("naive", "naive"), ("full scale", "bico")):
-        found = [row for row in zoo if (row["pair"], row["method"], row["scale_rule"]) == ("a-b", method, "1")]
+    for key, method, rule in (("naive", "naive", "1"), ("full scale", "bico", "1"), ("port", "bico", "auto")):
+        found = [row for row in zoo if (row["pair"], row["method"], row["scale_rule"]) == ("a-b", method, rule)]
         scores[key] = mean(row["accuracy"] for row in found)
     return Case(*TOWERS, scores)
 
@@ -86,7 +96,7 @@ def table() -> list[str]:
     ]
     for key, words in ROWS.items():
         cells = [f"{case.scores[key]:.1f}" if key in case.scores else "not run" for case in found]
-        lines.append("| " + " | ".join([words, *(f"**{cell}**" if key == "port" else cell for cell in cells)]) + " |")
+        lines.append("| " + " | ".join([words, *cells]) + " |")
     return lines
 
 
@@ -100,16 +110,16 @@ text{fill:#1b1f24;font:14px system-ui,sans-serif}.end{text-anchor:end}.middle{te
 
 
 def picture() -> str:
-    """Dumbbells from the new base to the port, with a mark at full fine-tuning, as an SVG in light and dark."""
-    found, low, high, left, right, top, step = cases(), 50, 100, 270, 740, 56, 52
+    """Dumbbells from the new base to what was taught, or else ported, with a mark at all data; in light and dark."""
+    found, low, high, left, right, top, step = cases(), 30, 100, 270, 740, 56, 52
     bottom = top + step * len(found) - 20
-    label = "Accuracy of new base models before and after a port"
+    label = "Accuracy of new base models before and after an upgrade"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {bottom + 36}" role="img" aria-label="{label}">',
         f"<style>{STYLE}</style>",
         _dot("before", left, 18) + _text("", left + 14, 23, "new base"),
-        _dot("after", left + 110, 18) + _text("", left + 124, 23, "with the ported fine-tune"),
-        _line("full", (left + 325, 10), (left + 325, 26)) + _text("", left + 335, 23, "fine-tuned in full"),
+        _dot("after", left + 110, 18) + _text("", left + 124, 23, "ported, or taught by the old model"),
+        _line("full", (left + 395, 10), (left + 395, 26)) + _text("", left + 405, 23, "all data"),
     ]
 
     def place(value: float) -> float:
@@ -119,7 +129,8 @@ def picture() -> str:
         parts.append(_line("rule", (place(tick), 40), (place(tick), bottom)))
         parts.append(_text("soft middle", place(tick), bottom + 20, f"{tick} %" if tick == high else str(tick)))
     for number, case in enumerate(found):
-        y, (before, after, full) = top + step * number + 14, (case.scores[key] for key in ("before", "port", "full"))
+        y, scores = top + step * number + 14, case.scores
+        before, after, full = scores["before"], scores.get("taught") or scores["port"], scores["full"]
         parts += [
             _text("end", left - 16, y - 4, case.title) + _text("end soft", left - 16, y + 13, case.note),
             _line("gain", (place(before), y), (place(after), y)),

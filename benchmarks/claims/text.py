@@ -5,7 +5,7 @@ the target with the zero-shot head (label descriptions) and with a linear probe 
 Few-shot fine-tuning gets the same samples; its learning rate and number of steps are chosen on validation data.
 Needs the shared encoders and texts; says so where they are not there.
 
-    python -m benchmarks.claims.text --encoders ENCODERS --data SHARED/data/text --out benchmarks/results/text.md
+    python -m benchmarks.claims.text --encoders ENCODERS --data SHARED/data/text --out text.md
 """
 
 from __future__ import annotations

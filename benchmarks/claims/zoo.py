@@ -1,12 +1,13 @@
 """Every pair and task of the shared zoo, every bilinear method: accuracy of the ported target at N = 100.
 
     python -m benchmarks.claims.zoo --shared ../shared --seeds 0 1 2 --runs runs/zoo
-    python -m benchmarks.claims.zoo --write benchmarks/results/zoo-n100.md --runs runs/zoo
+    python -m benchmarks.claims.zoo --write runs/zoo-n100.md --runs runs/zoo
 
 The first command compares the methods on one pair and task after another (one capture each serves all methods) and
-leaves a folder per run; the second puts the runs into tables. Calibration samples come from the training split,
-accuracy from the test split; nothing is chosen by looking at accuracies. The BiCo cells are what `tuneport transfer`
-followed by `tuneport evaluate` gives: `--commands` prints those two commands for every pair and task.
+leaves a folder per run; the second puts the runs into tables, and into zoo-n100.json, which is committed. Calibration
+samples come from the training split, accuracy from the test split; nothing is chosen by looking at accuracies. The BiCo
+cells are what `tuneport transfer` followed by `tuneport evaluate` gives: `--commands` prints those two commands for
+every pair and task.
 """
 
 from __future__ import annotations
@@ -20,26 +21,13 @@ from pathlib import Path
 
 from benchmarks.common import load, part_of, run_comparison, save
 from benchmarks.rows import commit
+from benchmarks.skill.towers import FINE_TUNED, GRID
 from paper.schema import Comparison
 from paper.tables import Comparing
 
-PAIRS = {
-    ("a", "a2"): ("cifar10", "fashion", "gtsrb", "mnist"),
-    ("a", "b"): ("cifar10", "fashion", "gtsrb", "mnist"),
-    ("a", "c"): ("cifar10", "fashion", "gtsrb", "mnist"),
-    ("c", "a"): ("cifar10", "mnist"),
-    ("c", "a2"): ("cifar10", "mnist"),
-    ("c", "b"): ("cifar10", "mnist"),
-}
+PAIRS = {(pair.split(">")[0], pair.split(">")[1]): tasks for pair, tasks in GRID.items()}
 CELLS = [(source, target, task) for (source, target), tasks in PAIRS.items() for task in tasks]
 METHODS = ("naive", "input_only", "output_only", "gradient_only", "theseus", "bico")
-# Fine-tuned targets where no run measured them: the figures of the zoo's README, on 4,000 test images.
-STATED = {
-    "a": {"cifar10": 72.8, "fashion": 87.1, "gtsrb": 91.4, "mnist": 97.6},
-    "c": {"cifar10": 74.4, "mnist": 98.5},
-    "a2": {"cifar10": 73.0, "fashion": 86.8, "gtsrb": 90.9, "mnist": 97.9},
-    "b": {"cifar10": 74.1, "fashion": 87.7, "gtsrb": 92.1, "mnist": 98.2},
-}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -125,7 +113,7 @@ def _block(pair: tuple[str, str], runs: dict[str, Comparing], budget: int) -> li
 
 
 def _stated(target: str, task: str) -> str:
-    value = STATED.get(target, {}).get(task)
+    value = FINE_TUNED.get(target, {}).get(task)
     return "–" if value is None else f"[{value:.1f}]"
 
 
