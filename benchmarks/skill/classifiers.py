@@ -236,8 +236,10 @@ def _taken(place: Place, cell: Cell, folder: Path) -> dict[str, Any]:
     data, _ = _split(cell.task)
     drawn = [text for text, _ in read(place.shared, data, place.small).draw(cell.draw or 0, cell.n or 0)]
     paths = _base(place, cell.source), place.folder(_old(cell.source, cell.task)), place.models / cell.target
-    own = _write(folder.with_suffix(".jsonl"), drawn)
-    extra = _write(folder.with_suffix(".extra.jsonl"), sentences(place.shared)) if cell.arm == "extra" else None
+    own = _write(folder.with_name(f"{folder.name}.jsonl"), drawn)
+    extra = (
+        _write(folder.with_name(f"{folder.name}.extra.jsonl"), sentences(place.shared)) if cell.arm == "extra" else None
+    )
     started, inputs = place.start(), Inputs(*paths, place.device, place.dtype)
     about = take_classifier(cell, own, len(drawn), extra, inputs, folder, place.steps)
     return {**place.spent(started), "about": about}

@@ -61,7 +61,7 @@ class Place:
         """What `make` returns for an empty folder below WORK; one process makes it, others wait and read it."""
         folder = self.folder(name)
         about = folder / "scores.json"
-        with _locked(folder.with_suffix(".lock")):
+        with _locked(folder.with_name(f"{folder.name}.lock")):
             if not about.exists():
                 found = make(self.empty_folder(name))
                 folder.mkdir(parents=True, exist_ok=True)

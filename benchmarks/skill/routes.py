@@ -151,7 +151,7 @@ def write_samples(rows: Sequence[dict[str, Any]], out: Path) -> str | None:
     """Write rows as a table beside the folder of the LoRA; None if there are none."""
     if not rows:
         return None
-    path = out.with_suffix(".jsonl")
+    path = out.with_name(f"{out.name}.jsonl")  # names of models have dots
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)

@@ -81,17 +81,27 @@ def test_a_view_is_a_rotation_about_the_centre(monkeypatch: pytest.MonkeyPatch) 
 def test_blends_are_the_same_for_both_and_between_their_parts() -> None:
     pixels = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 2, 2)
     torch.manual_seed(0)
-    found = blend(both(pixels))
+    found = blend(both(pixels), torch.zeros(len(pixels)))
     assert torch.equal(found.source.inputs[PIXELS], found.target.inputs[PIXELS])
     assert float(found.source.inputs[PIXELS].min()) >= 0
     assert float(found.source.inputs[PIXELS].max()) <= 3
     assert not torch.equal(found.source.inputs[PIXELS], pixels)
 
 
+def test_images_are_blended_with_others_of_their_kind() -> None:
+    pixels = torch.tensor([0.0, 1.0, 10.0, 11.0] * 8).view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
+    kinds = pixels[:, 0, 0, 0] >= 10
+    torch.manual_seed(0)
+    found = blend(both(pixels), kinds).source.inputs[PIXELS]
+    assert not torch.equal(found, pixels)
+    assert torch.equal(found[:, 0, 0, 0] >= 10, kinds)
+    assert float(found[~kinds].max()) <= 1
+
+
 def test_views_follow_from_the_seed(drawn: DatasetSamples) -> None:
     def view(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return Reader(drawn, 2, 0).view(np.arange(4), 1, blended=True).target.inputs[PIXELS]
+        return Reader(drawn, 2, 0).view(np.arange(4), 1, torch.zeros(4)).target.inputs[PIXELS]
 
     assert torch.equal(view(3), view(3))
     assert not torch.equal(view(3), view(4))

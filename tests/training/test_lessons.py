@@ -22,7 +22,7 @@ from tuneport.models.open import open_model
 from tuneport.pipeline.lessons import samples_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.augment import Reader, _encode
-from tuneport.training.distill import OWN, Extra, Mark, _lessons, distill, last_is_best
+from tuneport.training.distill import OWN, OWN_OF_WRITTEN, Extra, Mark, _lessons, distill, last_is_best
 from tuneport.training.matching import matching_of, unlabelled
 from tuneport.training.state import StateFile
 from tuneport.training.student import student_of
@@ -79,13 +79,13 @@ class TestWhichStateIsKept:
 class TestExtra:
     @pytest.mark.parametrize("like_own", [False, True])
     @pytest.mark.parametrize(("count", "more"), [(8, 12), (12, 100), (20, 500), (49, 60), (50, 60), (300, 40)])
-    def test_own_samples_are_at_least_an_eighth(self, models: Any, count: int, more: int, like_own: bool) -> None:
+    def test_own_samples_are_a_fixed_share_at_least(self, models: Any, count: int, more: int, like_own: bool) -> None:
         data = Dataset(["a"] * (count + more), None, ())
         samples = samples_of(models, data, None)
         wanted = Extra(Dataset(["a"] * more, None, ()), like_own)
         held_out, taught, others = _lessons(samples, count, wanted)
         mine = taught.indices < count
-        assert mine.mean() >= 1 / OWN
+        assert mine.mean() >= 1 / (OWN_OF_WRITTEN if like_own else OWN)
         assert others == len(set(taught.indices[~mine].tolist()))
         assert not set(held_out.indices.tolist()) & set(taught.indices.tolist())
         assert set(held_out.indices.tolist()) | set(taught.indices.tolist()) == set(range(count + more))

@@ -52,11 +52,14 @@ class Reader:
             return _encode(self.samples.take(rows))
         return Sides(*(replace(side, inputs={PIXELS: side.inputs[PIXELS][rows]}, labels=None) for side in self._kept))
 
-    def view(self, rows: NDArray[np.int64], copy: int, *, blended: bool = False) -> Sides[Encoded]:
-        """One augmented view of some samples; those of images depend on torch's seed, and may be `blended`."""
+    def view(self, rows: NDArray[np.int64], copy: int, kinds: Tensor | None = None) -> Sides[Encoded]:
+        """One augmented view of some samples; those of images depend on torch's seed.
+
+        With `kinds` (N,), images are blended with others of their kind.
+        """
         if self.samples.dataset.kind == "image":
             found = self.plain(rows)
-            return blend(turn(found)) if blended else turn(found)
+            return turn(found) if kinds is None else blend(turn(found), kinds)
         views = self.samples.views(self.seed, self.copies, ordered=True)
         return _encode(self.samples.take(rows) if views is None else views.take(copy * len(self.samples) + rows))
 
@@ -143,10 +146,13 @@ def turn(sides: Sides[Encoded]) -> Sides[Encoded]:
     return Sides(turned(sides.source), turned(sides.target))
 
 
-def blend(sides: Sides[Encoded]) -> Sides[Encoded]:
-    """Some images blended with others of the batch, in the same way for both models."""
-    count = len(sides.source.inputs[PIXELS])
-    order, shares = torch.randperm(count), torch.rand(count) * (torch.rand(count) < MIXED)
+def blend(sides: Sides[Encoded], kinds: Tensor) -> Sides[Encoded]:
+    """Images blended with others of their kind in the batch, in the same way for both models."""
+    count, order = len(kinds), torch.arange(len(kinds))
+    for kind in kinds.unique():
+        places = (kinds == kind).nonzero()[:, 0]
+        order[places] = places[torch.randperm(len(places))]
+    shares = torch.rand(count) * (torch.rand(count) < MIXED)
 
     def blended(side: Encoded) -> Encoded:
         pixels = side.inputs[PIXELS]

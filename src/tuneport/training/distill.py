@@ -45,7 +45,7 @@ FEWEST_OF_BATCH = 2  # a batch of one has no other sample to be compared or blen
 READ = 128  # samples that are read at once to see which can be compared
 HELD_OUT, FEW, HELD_OUT_OF_FEW = 0.1, 50, 0.25  # share of the samples, also of few beside extra ones
 MOST_HELD_OUT = 200
-OWN = 8  # own samples are at least one of so many that are taught
+OWN, OWN_OF_WRITTEN = 2, 8  # own samples are at least one of so many that are taught; beside written ones, fewer
 PASS_LETTERS = 6000  # characters of the texts of a pass, about 2,000 tokens
 ANCHORED = 2  # an anchor every so many steps
 STEPS, MOST_STEPS, EPOCHS = 300, 2000, 10  # of a run whose steps follow from the samples
@@ -152,6 +152,7 @@ def distill(
         lengths = torch.tensor([len(str(text)) for text in taught.chosen.inputs])
     if target.generates is not None and lengths is not None:
         pass_size = max(FEWEST_OF_BATCH, min(pass_size, PASS_LETTERS // int(lengths.max())))
+    kinds = torch.from_numpy(taught.indices >= (own if extra is not None else len(samples.dataset)))  # own and others
     reader, exam = Reader(taught, steps, config.seed), Reader(held_out, VIEWS, config.seed)
     marks = {round(steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
     stops = {mark for mark in marks if 0 < mark <= steps}
@@ -159,7 +160,7 @@ def distill(
 
     def loss_of(step: int, rows: Tensor) -> Tensor:
         if matching.augmented:
-            return run.loss(reader.view(rows.numpy(), step, blended=True))
+            return run.loss(reader.view(rows.numpy(), step, kinds[rows]))
         return run.loss(reader.plain(rows.numpy()), None if known is None else known[rows])
 
     def anchor(step: int) -> Tensor | None:
@@ -381,7 +382,8 @@ def _lessons(samples: DatasetSamples, own: int, extra: Extra | None) -> tuple[Da
         held_out, more = divide(more)
     else:
         held_out, kept = divide(kept, HELD_OUT if len(kept) >= FEW else HELD_OUT_OF_FEW)
-    times = max(1, math.ceil(len(more) / ((OWN - 1) * max(len(kept), 1))))
+    parts = OWN_OF_WRITTEN if extra.like_own else OWN
+    times = max(1, math.ceil(len(more) / ((parts - 1) * max(len(kept), 1))))
     return held_out, replace(samples, indices=np.concatenate([np.tile(kept.indices, times), more.indices])), len(more)
 
 
