@@ -180,7 +180,7 @@ def _upgrade(opened: _Opened, config: UpgradeConfig, events: Events, work: Work 
     result = None if chosen is None else made[chosen]
     if result is not None:  # the options are those of an upgrade, not of the transfer that a route is
         result = replace(result, record={**result.record, "options": config.to_json()})
-    return Upgrade(tuple(rows), chosen, decision(rows, chosen), result, shown)
+    return Upgrade(tuple(rows), chosen, decision(judge, rows, chosen), result, shown)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +222,8 @@ def _prepare(opened: _Opened, config: UpgradeConfig, events: Events, work: Work 
             raise
         unpaired = str(error)
     if setup is not None:
-        about = {**setup.about, **{key: about[key] for key in ("command", "options", "data")}}
+        kept = ("command", "options", "data", "extra", "generator")
+        about = {**setup.about, **{key: about[key] for key in kept if key in about}}
         models, heads = setup.models, setup.calibration.heads
         setup = replace(setup, about=about)
     if heads is not None:

@@ -28,7 +28,7 @@ def model_card(record: Record, library: str | None = None) -> str:
     parts: dict[str, Any] = {"metadata": metadata, "rows": summary_rows(record), "kept": kept_rows(record)}
     parts |= {"scores": score_rows(record), "score_words": score_words(record) if "accuracies" in record else ""}
     parts["serving"] = serving(record)
-    return _ENVIRONMENT.get_template("card.md.jinja").render(record=record, **parts)
+    return _ENVIRONMENT.get_template("card.md.jinja").render(record=record, licensed=_licensed(record), **parts)
 
 
 def serving(record: Record) -> list[tuple[str, str, list[str]]]:
@@ -59,7 +59,7 @@ def serving(record: Record) -> list[tuple[str, str, list[str]]]:
 
 def _metadata(record: Record, library: str | None) -> ModelCardData:
     names = dict.fromkeys(_plain_name(record[key]["name"]) for key in ("target", "source", "finetuned"))
-    stated = {record[key].get("license") for key in ("source", "finetuned", "target")}
+    stated = {record[key].get("license") for key in _licensed(record)}
     several = len(stated - {None}) > 1
     return ModelCardData(
         base_model=list(names),
@@ -68,6 +68,12 @@ def _metadata(record: Record, library: str | None) -> ModelCardData:
         library_name="peft" if "adapter" in record else library,
         tags=["tuneport", "task-vector", _plain_name(record["method"])],
     )
+
+
+def _licensed(record: Record) -> tuple[str, ...]:
+    """The models whose weights or words are in this one; a generator, if samples that it wrote were taught."""
+    written = "synthetic" in record and "generator" in record
+    return ("source", "finetuned", "target", *(("generator",) if written else ()))
 
 
 def _plain_name(text: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from ..measure.routes import RouteJudge, RouteScore
 from .samples import shown
 
 SHOWN = 50  # disagreements that are written
+LOST = 3  # times at least that the old model gives an answer whose loss is said
+MOST_LOST = 3  # such answers that are named
 
 
-def decision(rows: Sequence[RouteScore], chosen: str | None) -> str:
+def decision(judge: RouteJudge, rows: Sequence[RouteScore], chosen: str | None) -> str:
     """The decision in one sentence."""
     old, base = rows[0], rows[1]
     if chosen is None:
@@ -22,7 +25,26 @@ def decision(rows: Sequence[RouteScore], chosen: str | None) -> str:
     row = next(row for row in rows if row.name == chosen)
     flips = "" if not row.flips else f"; {row.flips} held-out samples that were right are wrong now"
     said, before = _said(row, old), _said(base, old)
-    return f"use the new model by the route {chosen}: {said}, the target as it is {before}{flips}"
+    gone = [f"no held-out sample is answered {name} any more (the old model: {n})" for name, n in _lost(judge, row)]
+    more = "".join(f"; {text}" for text in gone[:MOST_LOST])
+    more += f"; nor {len(gone) - MOST_LOST} other answers" if len(gone) > MOST_LOST else ""
+    return f"use the new model by the route {chosen}: {said}, the target as it is {before}{flips}{more}"
+
+
+def _lost(judge: RouteJudge, row: RouteScore) -> list[tuple[str, int]]:
+    """The answers that the old model gives several times and this one never, the most frequent first."""
+    if judge.writes or judge.answers is None or row.found is None or row.found.predicted is None:
+        return []
+    old, new = (
+        [_answer(judge, row.found, *one) for one in enumerate(all_)] for all_ in (judge.answers, row.found.predicted)
+    )
+    return [(name, n) for name, n in Counter(old).most_common() if n >= LOST and name not in new]
+
+
+def _answer(judge: RouteJudge, found: Evaluation, index: int, number: int) -> str:
+    """The name of a class, or the answer that was chosen."""
+    known = found.classes if judge.data.choices is None else judge.data.choices[index]
+    return str(known[number]) if known else str(number)
 
 
 def _said(row: RouteScore, old: RouteScore) -> str:
@@ -57,11 +79,7 @@ def _disagreement(judge: RouteJudge, index: int, found: Evaluation) -> Mapping[s
         chat = data.inputs[index]
         answer = chat[-1]["content"] if isinstance(chat, list) else (data.targets or ())[index]
         return {"old": answer, **shown(chat[:-1] if isinstance(chat, list) else chat)}
-    known = found.classes if data.choices is None else data.choices[index]
-
-    def said(number: int) -> str:
-        return str(known[number]) if known else str(number)
-
-    label = {} if judge.raw.labels is None else {"label": said(int(judge.raw.labels[index]))}
-    old, new = int(judge.answers[index]), int(found.predicted[index])
-    return {"old": said(old), "new": said(new), **label, **shown(data.inputs[index])}
+    numbers = {"old": judge.answers[index], "new": found.predicted[index]}
+    if judge.raw.labels is not None:
+        numbers["label"] = judge.raw.labels[index]
+    return {key: _answer(judge, found, index, int(one)) for key, one in numbers.items()} | shown(data.inputs[index])
