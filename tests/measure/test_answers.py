@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from builders.lessons import ANSWERS, PROMPTS, SOUNDS, TEMPLATE, TEXTS, Animals
+from builders.lessons import ANSWERS, PROMPTS, SOUNDS, TEMPLATE, TEXTS, Animals, writes
 from builders.samples import jsonl
 from tuneport.data.dataset import Dataset, as_prompts
 from tuneport.data.formats import read_plain
@@ -76,6 +76,17 @@ class TestPrompts:
         assert found.data.answers == "teacher"
         assert list(found.data.inputs) == list(PLAIN.inputs)
         assert answered(teacher, found.data).data.targets == found.data.targets
+
+    def test_an_unsure_teacher_takes_the_likeliest_tokens(
+        self, animals: Animals, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As plain transformers does; a random model never ends, and its first lines are taken."""
+        monkeypatch.setattr(answers, "MOST_TOKENS", 12)
+        monkeypatch.setattr(answers, "FIRST", 3)
+        plain = writes(animals.base, *PROMPTS[:6])
+        assert not any(ended for _, ended in plain)
+        found = written_answers(open_model(animals.base), replace(PLAIN, inputs=list(PROMPTS[:6])))
+        assert found == [text.partition("\n")[0].strip() for text, _ in plain]
 
     def test_answers_of_the_data_are_not_looked_at(self, teacher: Model) -> None:
         wrong = replace(PLAIN, targets=list(ANSWERS[1 : COUNT + 1]), answers="data")

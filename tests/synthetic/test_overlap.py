@@ -36,3 +36,7 @@ def test_runs_of_thirteen_are_found_across_case_and_marks() -> None:
     assert share_with_run([near, short, "other"], [test]) == 1 / 3
     assert overlap_of([near, short], ["w1 w2 x"], [test]) == Overlap(2, 0.5)
     assert share_with_run([], [test]) == 0.0
+
+
+def test_without_test_samples_nobody_knows_the_share() -> None:
+    assert overlap_of(["a b c"], ["b c"]) == Overlap(2, None)
