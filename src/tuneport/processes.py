@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from .errors import TuneportError, lacks_memory
@@ -101,6 +102,14 @@ def from_all(value: A) -> list[A]:
     with lost_reported():
         dist.all_gather_object(everyone, value)
     return everyone
+
+
+def summed(values: Tensor) -> Tensor:
+    """The sum of a tensor over all processes, which is the same in all of them; the tensor may be overwritten."""
+    if _here.size > 1:
+        with lost_reported():
+            dist.all_reduce(values)
+    return values
 
 
 def agreed(work: Callable[[], A]) -> A:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from statistics import median_low
 from typing import Any
@@ -31,6 +32,7 @@ from ..measure.signals import frozen
 from ..models.base import Model
 from ..models.tokenizer import Encoded
 from ..models.weights import finetuned
+from ..processes import divided
 from ..task_vectors.vector import TaskVector
 from ..types import Events, Sides
 from .augment import Reader
@@ -157,6 +159,8 @@ def distill(
     marks = {round(steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
     stops = {mark for mark in marks if 0 < mark <= steps}
     neutral = Neutral(target) if target.generates is not None else None
+    if neutral is not None:
+        neutral.prepare()
 
     def loss_of(step: int, rows: Tensor) -> Tensor:
         if matching.augmented:
@@ -263,8 +267,13 @@ class _Run:
         """The teacher's scores (N, K) of all samples, which stay as they are while the student learns."""
         rows = torch.arange(len(reader.samples))
         with torch.no_grad(), self.precision:
-            parts = [self.matching.ask.source(self.teacher, reader.plain(p.numpy()).source) for p in rows.split(size)]
-        return pad_sequence([row for part in parts for row in part], batch_first=True, padding_value=NONE)
+            parts = divided(rows.split(size), lambda part: self._asked(reader, part).cpu())
+        scores = pad_sequence([row for part in parts for row in part], batch_first=True, padding_value=NONE)
+        return scores.to(next(self.student.parameters()).device)
+
+    def _asked(self, reader: Reader, part: Tensor) -> Tensor:
+        scores: Tensor = self.matching.ask.source(self.teacher, reader.plain(part.numpy()).source)
+        return scores
 
     def loss(self, batch: Sides[Encoded], wanted: Tensor | None = None) -> Tensor:
         """The loss of the student on a batch; `wanted` are the teacher's scores where they are known."""
@@ -273,19 +282,11 @@ class _Run:
 
     def mark(self, step: int, exam: Reader) -> None:
         """Add a point to the curve, and keep the state if none before it is better beyond chance."""
-        losses, agreements = [], []
         with torch.no_grad():
-            for number, (count, batch) in enumerate(self._batches(exam)):
-                answers = self._answers(batch, self.known.get(number))
-                if self.matching.augmented:  # the scores of a sample are few, unlike those of its tokens
-                    self.known[number] = answers[0]
-                judged = self.matching.own_loss
-                losses.append((count, self.matching.loss(*answers) if judged is None else judged(answers[1])))
-                agreements.append((count, self.matching.agreement(*answers)))
-        loss, agreement = (
-            float(sum(count * value for count, value in found) / sum(count for count, _ in found))
-            for found in (losses, agreements)
-        )
+            judged = divided([*enumerate(self._batches(exam))], lambda item: self._judged(item[0], *item[1]))
+        counts = sum(count for count, _, _ in judged)
+        loss = float(sum(count * value for count, value, _ in judged) / counts)
+        agreement = float(sum(count * value for count, _, value in judged) / counts)
         if not math.isfinite(loss):
             raise TuneportError(
                 f"the loss on held-out samples is NaN or infinite after {step} steps: check the weights of teacher and "
@@ -298,24 +299,35 @@ class _Run:
             with self.precision:
                 neutral = self.neutral.loss(self.student)
         self.curve.append(Mark(step, taught, loss, agreement, neutral))
-        self.groups.append([float(value) for _, value in losses] if self.matching.apart else [])
+        self.groups.append([float(value) for _, value, _ in judged] if self.matching.apart else [])
         most = math.inf if self.neutral is None else (1 + TOLERANCE) * self.neutral.base
         if last_is_best(self.curve, self.groups, most):
             self.best = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.trained.items()}
             self.best_step = step
 
-    def _batches(self, exam: Reader) -> Iterator[tuple[int, Sides[Encoded]]]:
+    def _judged(self, number: int, count: int, read: Callable[[], Sides[Encoded]]) -> tuple[int, Tensor, Tensor]:
+        """The count of samples of a held-out batch, their loss and agreement."""
+        answers, own_loss = self._answers(read(), self.known.get(number)), self.matching.own_loss
+        if self.matching.augmented:  # the scores of a sample are few, unlike those of its tokens
+            self.known[number] = answers[0]
+        loss = self.matching.loss(*answers) if own_loss is None else own_loss(answers[1])
+        return count, loss.cpu(), self.matching.agreement(*answers).cpu()
+
+    def _batches(self, exam: Reader) -> Iterator[tuple[int, Callable[[], Sides[Encoded]]]]:
         """The held-out samples and, where the teacher can judge them, the same views of them each time, with counts."""
         size = self.matching.pass_size
         if self.matching.apart:
             size = min(size, math.ceil(len(exam.samples) / GROUPS))
         rows = passes(torch.arange(len(exam.samples)), size)
-        yield from ((len(part), exam.plain(part.numpy())) for part in rows)
-        for copy, part in product(range(VIEWS if self.matching.augmented else 0), rows):
+
+        def view(copy: int, part: Tensor) -> Sides[Encoded]:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(exam.seed * 1_000_003 + copy * len(exam.samples) + int(part[0]))
-                batch = exam.view(part.numpy(), copy)
-            yield len(part), batch
+                return exam.view(part.numpy(), copy)
+
+        yield from ((len(part), partial(exam.plain, part.numpy())) for part in rows)
+        for copy, part in product(range(VIEWS if self.matching.augmented else 0), rows):
+            yield len(part), partial(view, copy, part)
 
     def _answers(self, batch: Sides[Encoded], wanted: Any = None) -> tuple[Any, Any]:
         with self.precision:

@@ -1,13 +1,14 @@
 """The steps of a training run: AdamW on mean losses of seeded batches, one loop for labels and for a teacher.
 
-A run depends only on its inputs and its schedule: batches are seeded permutations, and dropout follows seed and step.
-So a run that continues at a step from the state that it had there ends with the same bits.
+A run depends only on its inputs and its schedule: batches are seeded permutations, and dropout follows seed, step and
+pass. So a run that continues at a step from the state that it had there ends with the same bits, and several processes
+that divide the passes learn the same but for the order of sums.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import TuneportError
 from ..io.tensors import all_finite
+from ..processes import ranks, summed
 
 BatchLoss = Callable[[int, Tensor], Tensor]  # step (0-based) and row numbers -> mean loss of these samples
 
@@ -95,7 +97,8 @@ def run_steps(
 ) -> Iterator[tuple[int, Tensor]]:
     """Train in place; yield the number of steps done, and the loss of the last, after each step.
 
-    A run that diverges is a TuneportError, raised at the latest at the next of the `stops`.
+    Several processes divide the passes of each batch and take the same steps. A run that diverges is a TuneportError,
+    raised at the latest at the next of the `stops`.
 
     Args:
         what: the run in words, for the error.
@@ -109,7 +112,8 @@ def run_steps(
     """
     pace = pace or Pace()
     stops, lengths = pace.stops, pace.lengths
-    device = next(module.parameters()).device
+    device, here = next(module.parameters()).device, ranks()
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     unchecked: list[Tensor] = []  # losses that are still on the device
 
     def check(ok: bool, why: str) -> None:
@@ -131,21 +135,23 @@ def run_steps(
             group["lr"] = schedule.rate(step)
         optimizer.zero_grad(set_to_none=True)
         losses = []
-        # Dropout depends only on seed and step; the global generators are restored.
+        # Dropout depends only on seed, step and pass; the global generators are restored.
         with fast_products(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed((schedule.seed * 1_000_003 + step) % 2**63)
             if lengths is not None:
                 rows = rows[lengths[rows].argsort(stable=True)]
-            for part in passes(rows, pace.pass_size):
-                share = loss(step, part) * (len(part) / len(rows))
+            parts = passes(rows, pace.pass_size)
+            for place in range(here.rank, len(parts), here.size):
+                torch.manual_seed((schedule.seed * 1_000_003 + step + (place << 40)) % 2**63)
+                share = loss(step, parts[place]) * (len(parts[place]) / len(rows))
                 share.backward()
                 losses.append(share.detach())
-            extra = more(step) if more is not None else None
+            # the next in turn has the fewest passes
+            extra = more(step) if more is not None and len(parts) % here.size == here.rank else None
             if extra is not None:
                 extra.backward()
+        last = _of_all(trained, torch.stack(losses).sum() if losses else torch.zeros((), device=device))
         optimizer.step()
-        unchecked.append(torch.stack(losses).sum())
-        last = unchecked[-1]
+        unchecked.append(last)
         if step + 1 in stops or len(unchecked) == pace.check_every:
             for number, finite in enumerate(torch.stack(unchecked).isfinite().tolist(), step + 2 - len(unchecked)):
                 check_loss(finite, number)
@@ -155,6 +161,19 @@ def run_steps(
                 finite = not parameter.requires_grad or all_finite(parameter.detach())
                 check(finite, f"{key} holds NaN or infinite values after step {step + 1}")
         yield step + 1, last
+
+
+def _of_all(trained: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
+    """Sum gradients over the processes, in place, and return the sum of their losses."""
+    if ranks().size == 1:
+        return loss
+    has = torch.tensor([float(parameter.grad is not None) for parameter in trained], device=loss.device)
+    own = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+    total = summed(torch.cat([loss.view(1).float(), has, *(each.flatten().float() for each in own)]))
+    sums = total[1 + len(trained) :].split([parameter.numel() for parameter in trained])
+    for parameter, count, values in zip(trained, total[1 : 1 + len(trained)].tolist(), sums, strict=True):
+        parameter.grad = values.view_as(parameter).to(parameter.dtype) if count else None
+    return total[0]
 
 
 def passes(rows: Tensor, most: int) -> tuple[Tensor, ...]:

@@ -20,6 +20,7 @@ from ..measure.objectives import batch_for, next_tokens
 from ..models.base import Model, widened
 from ..models.generation import Sampling, generate_texts
 from ..models.tokenizer import Encoded
+from ..processes import divided
 
 TOLERANCE = 0.05  # by which the loss on neutral passages may be higher than the target's
 WEIGHT = 4.0  # of the anchor beside the loss of the samples
@@ -45,16 +46,21 @@ class Neutral:
         """The loss of the model as it is, in nats per token."""
         return self.loss(self.model.module)
 
+    def prepare(self) -> None:
+        """Write the passages that anchor: several processes do that together, and anchor one by one."""
+        _ = self._anchoring
+
     def loss(self, module: nn.Module) -> float:
         """The mean loss of a token of the passages that judge."""
-        total, count = 0.0, 0
+
+        def judged(batch: Encoded) -> tuple[float, int]:
+            logits, labels = self._scores(module, batch)
+            wanted = labels != UNLABELLED
+            return float(F.cross_entropy(widened(logits[wanted]), labels[wanted], reduction="sum")), int(wanted.sum())
+
         with torch.no_grad():
-            for batch in self._judging:
-                logits, labels = self._scores(module, batch)
-                wanted = labels != UNLABELLED
-                total += float(F.cross_entropy(widened(logits[wanted]), labels[wanted], reduction="sum"))
-                count += int(wanted.sum())
-        return total / count
+            found = divided(self._judging, judged)
+        return sum(total for total, _ in found) / sum(count for _, count in found)
 
     def anchor(self, module: nn.Module, step: int) -> Tensor:
         """How far the student's predictions are from the model's own, as a Kullback-Leibler divergence per token."""
