@@ -19,6 +19,7 @@ from builders.folders import Zoo
 from builders.lessons import ANSWERS, PROMPTS, SOUNDS, TEMPLATE, TEXTS, Animals, writes
 from builders.texts import SENTENCES, write_rows
 from tuneport.pipeline.distill import distill
+from tuneport.synthetic.overlap import longest_run
 
 pytestmark = pytest.mark.usefixtures("few_passages")
 
@@ -99,7 +100,8 @@ class TestWritten:
         assert found["judged"]["form"] == found["asked"] >= 12
         assert set(found["dropped"]) >= {"form", "near duplicates"}
         assert set(found["licences"]) == {"source", "target", "generator"}
-        assert found["longest_run"] >= 0
+        shown = [TEXTS[place] for place in done.json["data"]["indices"]]
+        assert found["longest_run"] == longest_run(texts, shown) >= 1
         assert found["generator"] == done.json["generator"]["name"] == animals.generator.name
         assert done.json["distilled"]["extra"] + done.json["distilled"]["held_out"] == 12
         again = run(*lesson(animals, place / "again", *more, "--keep-texts"))
