@@ -66,6 +66,16 @@ def test_the_anchor_is_zero_at_the_start_and_grows(models: Sides[Model]) -> None
 
 
 @pytest.mark.usefixtures("few_passages")
+def test_the_anchor_counts_all_tokens(models: Sides[Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A student that is surer of the likely tokens is away from the target too: a divergence is not below zero."""
+    monkeypatch.setattr(neutral, "LIKELY", 4)
+    student = student_of(models.target, TaskVector({}), None, 0).module
+    with torch.no_grad():
+        student.get_output_embeddings().weight.mul_(1.3)  # type: ignore[operator]
+    assert float(Neutral(models.target).anchor(student, 0).detach()) > 1e-3
+
+
+@pytest.mark.usefixtures("few_passages")
 def test_a_model_that_reads_and_writes_has_an_anchor_too(tmp_path: object) -> None:
     model = open_model(write(tmp_path / "t5", make("t5"), t5_tokenizer()))  # type: ignore[operator]
     found = Neutral(model)
