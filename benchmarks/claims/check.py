@@ -24,6 +24,7 @@ from benchmarks.claims import readme
 from benchmarks.claims.zoo import METHODS, PAIRS
 from benchmarks.rows import rows_in
 from benchmarks.skill import pages
+from benchmarks.skill.groups import GROUPS
 from benchmarks.skill.towers import FINE_TUNED
 
 if sys.version_info >= (3, 11):
@@ -207,6 +208,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
 def values() -> dict[str, float]:
     """Numbers of sentences that are computed from results, by key."""
     found = {**rivals_values(), "zoo.share": zoo_share("1"), "zoo.share.auto": zoo_share("auto")}
+    found |= {f"seconds.{name}": pages.seconds(name, "distill@100") for name in GROUPS}
     for key, recipe, method in (
         ("zero_shot", "depth-and-width", "target"),
         ("theseus", "cross-distribution-depth", "theseus"),

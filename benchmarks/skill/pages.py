@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 from benchmarks.rows import rows_in
 from benchmarks.skill.groups import GROUPS
@@ -108,6 +108,12 @@ def closed(found: Table, arm: str) -> list[float]:
     """The share of the gain of each cell with rows of an arm, means over its draws."""
     shares = (found.closed(pair, task, arm) for pair, task in _places(found))
     return [mean(each) for each in shares if each]
+
+
+def seconds(name: str, arm: str) -> float:
+    """The median of the seconds of an arm in a group."""
+    found = of_group(name)
+    return median(row["seconds"] for place in _places(found) for row in found.found(*place, arm))
 
 
 def problems(rows: Sequence[Row] | None = None) -> list[str]:

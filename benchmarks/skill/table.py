@@ -78,8 +78,8 @@ class Table:
     def _line(self, pair: str, task: str, label: str) -> str:
         found, kinds, wanted = self.found(pair, task, label), self.group.scores(task), self.cells(pair, task, label)
         if not found:
-            cells = " | ".join(["missing"] * len(kinds))
-            return f"| {pair} | {label} | {cells} | | | | | | 0 of {len(wanted)} |"
+            lost = " | ".join(["missing"] * len(kinds))
+            return f"| {pair} | {label} | {lost} | | | | | | 0 of {len(wanted)} |"
         scores = [spread(self.scores(pair, task, label, kind), 3 if kind == "bits" else 1) for kind in kinds]
         closed = [] if label == "old" else self.closed(pair, task, label)
         flipped = [row["flips"] for row in found if row.get("flips") is not None]

@@ -204,7 +204,7 @@ def make(place: Place, cell: Cell) -> dict[str, Any]:
     names = cell.source, f"{cell.source}-{cell.task}", cell.target
     inputs = Inputs(*(place.models / name for name in names), place.device, place.dtype)
     drawn, _ = images.draw(cell.draw or 0, cell.n or 0)
-    data = _write(folder.with_suffix(".npz"), drawn)
+    data = _write(folder.with_name(f"{folder.name}.npz"), drawn)
     extra = _extra(place, cell.task) if cell.arm == "extra" else None
     started = place.start()
     about = take_tower(cell, data, len(drawn), extra, inputs, folder, place.steps)
@@ -243,7 +243,7 @@ def _few_shot(place: Place, cell: Cell) -> dict[str, Any]:
 def _extra(place: Place, task: str) -> Path:
     """Images of another data set: the same for all draws."""
     images = read(place.shared, OTHER[task], place.small).draw(0, EXTRA)[0]
-    return _write(place.folder(f"extra-{task}").with_suffix(".npz"), images)
+    return _write(place.folder(f"extra-{task}.npz"), images)
 
 
 def _write(path: Path, images: Array) -> Path:

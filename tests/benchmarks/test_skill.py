@@ -161,6 +161,13 @@ def test_samples_are_shown_without_their_answers(task: str, keys: set[str], tmp_
     assert task == "shakespeare" or "the answer" not in str(row)
 
 
+def test_cells_of_names_with_dots_have_files_of_their_own(tmp_path: Path) -> None:
+    cells = cells_of([("small-0.5b>large-1.5b", "trec6")], ["distill@8"], [0, 1])
+    paths = [write_samples([{"text": cell.name}], tmp_path / cell.name) for cell in cells]
+    assert len(set(paths)) == 2
+    assert [json.loads(Path(str(path)).read_text())["text"] for path in paths] == [cell.name for cell in cells]
+
+
 def a_row(arm: str, value: float, draw: int | None, **more: Any) -> dict[str, Any]:
     label, _, count = arm.partition("@")
     cell = {"pair": PAIR, "task": "trec6", "arm": label, "n": int(count) if count else None, "draw": draw}
