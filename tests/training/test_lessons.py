@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tuneport.pipeline.lessons import samples_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.augment import Reader, _encode
 from tuneport.training.distill import OWN, OWN_OF_WRITTEN, Extra, Mark, _lessons, distill, last_is_best
+from tuneport.training.loop import Schedule
 from tuneport.training.matching import matching_of, unlabelled
 from tuneport.training.state import StateFile
 from tuneport.training.student import student_of
@@ -185,3 +187,10 @@ def test_the_loss_of_texts_is_that_of_transformers(models: Sides[Model]) -> None
     # float32 logits, summed in another order
     assert float(matching.loss(None, found)) == pytest.approx(total / count, rel=1e-5)
     assert len(set(map(len, SOUNDS.values()))) > 1
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [Schedule(10, learning_rate=1.0, warmup=4).rate(step) for step in range(10)]
+    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert all(one > other for one, other in pairwise(rates[4:]))
+    assert rates[7] == pytest.approx(0.5)

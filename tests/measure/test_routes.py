@@ -1,0 +1,87 @@
+"""Routes of an upgrade are held against the old model sample by sample, and chosen on evidence alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tuneport.data.dataset import Dataset
+from tuneport.measure.accuracy import Evaluation
+from tuneport.measure.routes import RouteJudge, RouteScore
+from tuneport.report.decision import decision, disagreements
+
+COUNT = 60
+OLD = np.arange(COUNT) % 3  # what the old model answers
+CLASSES = ("cat", "dog", "owl")
+
+
+@pytest.fixture
+def judge() -> RouteJudge:
+    data = Dataset([f"text {place}" for place in range(COUNT)], OLD.copy(), CLASSES)
+    return RouteJudge(data, data, None, None, answers=OLD, right=np.ones(COUNT, dtype=bool))
+
+
+def row(name: str, wrong: int, note: str = "", to: int | None = None) -> RouteScore:
+    """A model that answers the first `wrong` samples otherwise: with the next class, or with this one."""
+    predicted = OLD.copy()
+    predicted[:wrong] = (OLD[:wrong] + 1) % 3 if to is None else to
+    found = Evaluation(0.0, COUNT, "likelihood", predicted=predicted, labels=OLD, classes=CLASSES)
+    agreement = 100.0 * float(np.mean(predicted == OLD))
+    return RouteScore(name, agreement, agreement, int(np.sum(predicted != OLD)), found=found, own=found, note=note)
+
+
+class TestChoose:
+    def test_the_nearest_route_is_taken(self, judge: RouteJudge) -> None:
+        rows = [row("old", 0), row("target", 40), row("copy", 20), row("port", 5), row("distill", 10)]
+        assert judge.choose(rows) == "port"
+
+    def test_a_dearer_route_is_taken_only_for_more(self, judge: RouteJudge) -> None:
+        rows = [row("old", 0), row("target", 40), row("copy", 5), row("port", 5)]
+        assert judge.choose(rows) == "copy"
+
+    @pytest.mark.parametrize(("wrong", "chosen"), [(38, None), (40, None), (32, "port"), (50, None)])
+    def test_a_gain_must_be_clear(self, judge: RouteJudge, wrong: int, chosen: str | None) -> None:
+        """Two samples of 60 may be chance, and eight of eight are not."""
+        assert judge.choose([row("old", 0), row("target", 40), row("port", wrong)]) == chosen
+
+    def test_a_route_with_a_note_is_not_taken(self, judge: RouteJudge) -> None:
+        rows = [row("old", 0), row("target", 40), row("port", 0, "forgets"), row("distill", 20)]
+        assert judge.choose(rows) == "distill"
+        assert judge.choose(rows[:3]) is None
+
+    @pytest.mark.parametrize(("wrong", "ends"), [(0, True), (3, False), (5, False), (20, False)])
+    def test_only_a_certain_agreement_ends_the_search(self, judge: RouteJudge, wrong: int, ends: bool) -> None:
+        """57 of 60 are 95 %, and below 90 % within what chance allows."""
+        assert judge.agrees(row("copy", wrong)) is ends
+
+
+class TestWords:
+    def test_lost_answers_are_named(self, judge: RouteJudge) -> None:
+        """All owls become cats, and one dog; dogs are still answered."""
+        new = row("port", 0)
+        assert new.found is not None
+        predicted = np.where(OLD == 2, 0, OLD)
+        predicted[1] = 0
+        new = replace(new, found=replace(new.found, predicted=predicted))
+        rows = [row("old", 0), row("target", 40), new]
+        said = decision(judge, rows, "port")
+        assert said.endswith("; no held-out sample is answered owl any more (the old model: 20)")
+        assert "any more" not in decision(judge, [*rows[:2], row("port", 9)], "port")
+
+    def test_an_answer_that_the_old_model_hardly_gives_is_not_called_lost(self, judge: RouteJudge) -> None:
+        judge.answers = np.where(np.arange(COUNT) < 2, 2, 0)
+        new = row("port", COUNT, to=0)
+        assert "any more" not in decision(judge, [row("old", 0), row("target", 40), new], "port")
+        judge.answers = np.where(np.arange(COUNT) < 3, 2, 0)
+        assert "answered owl any more (the old model: 3)" in decision(
+            judge, [row("old", 0), row("target", 40), new], "port"
+        )
+
+    def test_what_differs_is_shown(self, judge: RouteJudge) -> None:
+        found = disagreements(judge, [row("old", 0), row("target", 40), row("port", 2)], "port")
+        assert [(one["old"], one["new"], one["label"], one["text"]) for one in found] == [
+            ("cat", "dog", "cat", "text 0"),
+            ("dog", "owl", "dog", "text 1"),
+        ]
