@@ -28,7 +28,8 @@ from PIL import Image
 from torch import Tensor
 
 import tuneport
-from benchmarks.claims import readme
+from benchmarks.claims import check, readme
+from benchmarks.skill import pages
 from builders.folders import LARGE, SMALL, build, images, perturb, write_head
 from tuneport import cli
 from tuneport.measure.accuracy import compute_features
@@ -37,6 +38,7 @@ from tuneport.methods import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^(?P<mark><!-- not run -->\n)?```(?P<language>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FIRST_PAGES = ("lora.md", "classifier.md", "images.md")
 CLASSES = ("coupe", "estate", "van")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -180,13 +182,35 @@ def test_at_most_four_blocks_are_not_run() -> None:
     assert len(exempt) <= 4, exempt
 
 
-def test_table_and_picture_of_the_readme_are_those_of_the_results() -> None:
-    """If they are not: python -m benchmarks.claims.readme --write, and paste the table."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = text.partition("<!-- results: readme -->\n")[2].partition("\n<!-- end -->")[0]
-    assert shown.splitlines() == readme.table()
-    assert readme.PICTURE.read_text(encoding="utf-8") == readme.picture()
-    assert len(text.splitlines()) < 100
+@pytest.mark.parametrize("path", check.PICTURES, ids=lambda path: path.name)
+def test_pictures_are_those_of_the_results(path: Path) -> None:
+    """If they are not: python -m benchmarks.claims.check --write"""
+    assert path.read_text(encoding="utf-8") == check.PICTURES[path]()
+
+
+def test_the_table_of_the_readme_is_full_and_follows_its_rows() -> None:
+    lines = readme.table()
+    assert len({line.count("|") for line in lines}) == 1
+    assert not any("|  |" in line or "not run" in line or pages.DASH in line for line in lines)
+    assert any("the old model teaches" in line for line in lines)
+    fewer = [row for row in pages.committed() if row["arm"] != "old"]
+    assert any("your old fine-tuned model" in line for line in lines)
+    assert not any("your old fine-tuned model" in line for line in readme.table(fewer))
+    assert "your old fine-tuned model" in readme.picture()
+    assert "your old fine-tuned model" not in readme.picture(fewer)
+
+
+def test_the_readme_and_the_first_pages_are_short() -> None:
+    readme_page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme_page.splitlines()) < 80
+    assert readme_page.count("![") == 1
+    for name in FIRST_PAGES:
+        page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert page.startswith("# I have ")
+        assert page.count("![") == 1
+        assert len(page.split()) < 600
+        assert name in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in PAGES[1:]) <= 16_000
 
 
 def test_workflows_run_targets_that_exist() -> None:

@@ -1,4 +1,4 @@
-"""Compare every number of README.md, docs/results.md and paper/results.md with the committed results.
+"""Compare every number and picture of README.md, docs/results.md and paper/results.md with the committed results.
 
     python -m benchmarks.claims.check           # fails where a number differs
     python -m benchmarks.claims.check --write   # puts the numbers of the results into the texts
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import readme
+from benchmarks.claims import before_after, readme
 from benchmarks.claims.zoo import METHODS, PAIRS
 from benchmarks.rows import rows_in
 from benchmarks.skill import pages
@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "paper/recipes"
 RESULTS = ROOT / "benchmarks/results"
 PAGES = ("README.md", "docs/results.md", "paper/results.md")
+PICTURES = {before_after.PICTURE: before_after.picture, readme.PICTURE: readme.picture}
 NUMBER = r"[-+−]?\d[\d,]*(?:\.\d+)?"
 MARKED = re.compile(rf"({NUMBER})( ?%?)<!-- ([^>]+?) -->")
 TABLE = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -300,6 +301,11 @@ def main() -> None:
         page = corrected(path.read_text(), known, problems, name)
         if options.write:
             path.write_text(page)
+    for path, picture in PICTURES.items():
+        if not path.exists() or path.read_text(encoding="utf-8") != picture():
+            problems.append(f"{path.name} differs from the results")
+        if options.write:
+            path.write_text(picture(), encoding="utf-8")
     print("\n".join(problems) or "every number is that of the results")
     sys.exit(bool(problems) and not options.write)
 

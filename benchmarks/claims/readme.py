@@ -1,165 +1,94 @@
-"""The table and the picture of the README, from committed results.
+"""The table of the README and docs/routes.svg, from the rows of benchmarks/skill.
 
-python -m benchmarks.claims.readme            # print the table
-python -m benchmarks.claims.readme --write    # write docs/before-after.svg
+`python -m benchmarks.claims.check --write` writes both again. An arm that has no row is not shown.
 """
 
 from __future__ import annotations
 
-import argparse
-import html
-import json
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from statistics import mean, stdev
 
+from benchmarks.claims.drawing import STYLE, line, text
 from benchmarks.skill.pages import of_group
-from benchmarks.skill.towers import FINE_TUNED
+from benchmarks.skill.rows import Row
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS, PICTURE = ROOT / "benchmarks" / "results", ROOT / "docs" / "before-after.svg"
-TEXT = {
-    "mpnet": ("MiniLM-L6 to MPNet", "unrelated, wider, deeper"),
-    "gte-small": ("MiniLM-L6 to gte-small", "related, deeper"),
-    "minilm-l3": ("MiniLM-L6 to MiniLM-L3", "related, shallower"),
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "routes.svg"
+DRAWS = 3
+COLUMNS = {  # group, pair and task, all of them TREC-6; the first is in the picture
+    "SmolLM2-135M to Gemma-3-270M": ("language", "smollm2-135m>gemma3-270m", "trec6"),
+    "MiniLM-L6 to MPNet": ("classifiers", "minilm-l6>mpnet", "trec6-full"),
+    "MiniLM-L6 to gte-small": ("classifiers", "minilm-l6>gte-small", "trec6-full"),
 }
-LANGUAGE = ("SmolLM2 135M to Gemma 3 270M", "language models, other tokenizer; TREC-6")
-TOWERS = ("vision towers a to b", "small, unrelated")
-ROWS = {  # of the table
+ARMS = {  # in the order of the picture
     "old": "your old fine-tuned model",
-    "before": "the new base as it is",
-    "naive": "the old change, copied (naive)",
-    "port": "**port** (scale auto)",
-    "full scale": "port, scale 1 as in the paper",
-    "taught": "**the old model teaches**, no labels",
-    "few": "fine-tune instead? on the same 100 samples",
-    "full": "fine-tune instead? on the whole training set",
+    "target": "the new base as it is",
+    "copy@100": "the old change, copied",
+    "port@100": "the old change, ported",
+    "distill@100": "the old model teaches: 100 samples, no labels",
+    "synthetic@10": "the same, 10 samples; a model writes more",
+    "synthetic@0": "the same, one sentence; a model writes all",
+    "upgrade@100": "tuneport upgrade: the best of these",
+    "few-shot@100": "instead: trained on the 100 with labels",
+    "all-data": "instead: trained on all labelled data",
 }
+OURS = ("copy@100", "port@100", "distill@100", "synthetic@10", "synthetic@0", "upgrade@100")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A pair of models: mean accuracies over tasks and draws, with 100 samples, by the keys of `ROWS`."""
-
-    title: str
-    note: str
-    scores: dict[str, float]
-
-
-def cases() -> list[Case]:
-    """A pair of language models, three of text encoders and one of vision towers."""
-    text = json.loads((RESULTS / "text.json").read_text(encoding="utf-8"))
-    return [_language_case(), *(_text_case(text, target) for target in TEXT), _tower_case()]
+def arms(group: str, pair: str, task: str, rows: Sequence[Row] | None = None) -> dict[str, list[float]]:
+    """The scores of each arm that a cell has; a classifier as it is has a fitted head."""
+    found = of_group(group, rows)
+    names = {arm: "target@100" if (group, arm) == ("classifiers", "target") else arm for arm in ARMS}
+    scores = {arm: found.scores(pair, task, name) for arm, name in names.items()}
+    return {arm: each for arm, each in scores.items() if each}
 
 
-def _language_case() -> Case:
-    rows, place = of_group("language"), ("smollm2-135m>gemma3-270m", "trec6")
-    arms = {"old": "old", "before": "target", "taught": "distill@100", "few": "few-shot@100", "full": "all-data"}
-    return Case(*LANGUAGE, {key: mean(rows.scores(*place, arm)) for key, arm in arms.items()})
-
-
-def _text_case(text: dict[str, Any], target: str) -> Case:
-    methods = {
-        "before": "target",
-        "naive": "naive",
-        "port": "bico, scale auto",
-        "full scale": "bico",
-        "few": "few-shot fine-tuning",
-        "full": "fine-tuned target",
-    }
-    rows = [row for row in text["rows"] if row["target"] == target and row["N"] != 20]
-    scores = {key: mean(row["zero-shot"] for row in rows if row["method"] == name) for key, name in methods.items()}
-    scores["old"] = mean(note["fine-tuned source"] for note in text["notes"] if note["target"] == target)
-    return Case(*TEXT[target], scores)
-
-
-def _tower_case() -> Case:
-    rows, pair = of_group("towers"), "a>b"
-    arms = {"old": "old", "before": "target", "taught": "distill@100"}
-    tasks = rows.group.grid[pair]
-    scores = {key: mean(mean(rows.scores(pair, task, arm)) for task in tasks) for key, arm in arms.items()}
-    scores["full"] = mean(FINE_TUNED["b"][task] for task in tasks)
-    zoo = json.loads((RESULTS / "zoo-n100.json").read_text(encoding="utf-8"))
-    for key, method, rule in (("naive", "naive", "1"), ("full scale", "bico", "1"), ("port", "bico", "auto")):
-        found = [row for row in zoo if (row["pair"], row["method"], row["scale_rule"]) == ("a-b", method, rule)]
-        scores[key] = mean(row["accuracy"] for row in found)
-    return Case(*TOWERS, scores)
-
-
-def table() -> list[str]:
-    """The lines of the README's table."""
-    found = cases()
-    lines = [
-        "| accuracy, % | " + " | ".join(case.title for case in found) + " |",
-        "|---" * (len(found) + 1) + "|",
-    ]
-    for key, words in ROWS.items():
-        cells = [f"{case.scores[key]:.1f}" if key in case.scores else "not run" for case in found]
-        lines.append("| " + " | ".join([words, *cells]) + " |")
+def table(rows: Sequence[Row] | None = None) -> list[str]:
+    """The lines of the README's table: the arms that every column has."""
+    found = [arms(*cell, rows) for cell in COLUMNS.values()]
+    lines = ["| accuracy, % | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for arm, words in ARMS.items():
+        if all(arm in each for each in found):
+            cells = " | ".join(_cell(each[arm], arm) for each in found)
+            lines.append(f"| {f'**{words}**' if arm in OURS else words} | {cells} |")
     return lines
 
 
-STYLE = """
-text{fill:#1b1f24;font:14px system-ui,sans-serif}.end{text-anchor:end}.middle{text-anchor:middle}
-.strong{font-weight:600}.soft{fill:#59636e;font-size:12px}.rule{stroke:#d1d9e0}.before{fill:#fff;stroke:#59636e;stroke-width:2}
-.full{stroke:#59636e;stroke-width:3}.after{fill:#1a9f4a}.gain{stroke:#1a9f4a;stroke-width:5;opacity:.45}
-@media (prefers-color-scheme:dark){text{fill:#e6edf3}.soft{fill:#9198a1}.rule{stroke:#3d444d}
-.before{fill:#0d1117;stroke:#9198a1}.full{stroke:#9198a1}}
+def _cell(scores: Sequence[float], arm: str) -> str:
+    """Mean and standard deviation over the draws; how many there are, if some are missing."""
+    spread = f" ± {stdev(scores):.1f}" if len(scores) > 1 else ""
+    drawn = "@" in arm or len(scores) > 1
+    return f"{mean(scores):.1f}{spread}{f' ({len(scores)})' if drawn and len(scores) < DRAWS else ''}"
+
+
+def picture(rows: Sequence[Row] | None = None) -> str:
+    """A bar for each arm of the first column, with a mark for each draw, as an SVG in light and dark."""
+    title, cell = next(iter(COLUMNS.items()))
+    found = arms(*cell, rows)
+    left, right, top, step = 360, 740, 40, 34
+    bottom = top + step * len(found)
+    marks = """
+.bar{fill:#8c959f}.ours{fill:#1a9f4a}.draw{stroke:#1b1f24;stroke-width:2}
+@media (prefers-color-scheme:dark){.draw{stroke:#e6edf3}}
 """
-
-
-def picture() -> str:
-    """Dumbbells from the new base to what was taught, or else ported, with a mark at all data; in light and dark."""
-    found, low, high, left, right, top, step = cases(), 30, 100, 270, 740, 56, 52
-    bottom = top + step * len(found) - 20
-    label = "Accuracy of new base models before and after an upgrade"
+    about = f"Kinds of questions (TREC-6), accuracy in %: a LoRA from {title}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {bottom + 36}" role="img" aria-label="{label}">',
-        f"<style>{STYLE}</style>",
-        _dot("before", left, 18) + _text("", left + 14, 23, "new base"),
-        _dot("after", left + 110, 18) + _text("", left + 124, 23, "ported, or taught by the old model"),
-        _line("full", (left + 395, 10), (left + 395, 26)) + _text("", left + 405, 23, "all data"),
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 {bottom + 34}" role="img" aria-label="{about}">',
+        f"<style>{STYLE}{marks}</style>",
+        text("strong", 12, 22, about),
     ]
 
     def place(value: float) -> float:
-        return round(left + (right - left) * (value - low) / (high - low), 1)
+        return round(left + (right - left) * value / 100, 1)
 
-    for tick in range(low, high + 1, 10):
-        parts.append(_line("rule", (place(tick), 40), (place(tick), bottom)))
-        parts.append(_text("soft middle", place(tick), bottom + 20, f"{tick} %" if tick == high else str(tick)))
-    for number, case in enumerate(found):
-        y, scores = top + step * number + 14, case.scores
-        before, after, full = scores["before"], scores.get("taught") or scores["port"], scores["full"]
-        parts += [
-            _text("end", left - 16, y - 4, case.title) + _text("end soft", left - 16, y + 13, case.note),
-            _line("gain", (place(before), y), (place(after), y)),
-            _line("full", (place(full), y - 10), (place(full), y + 10)),
-            _dot("before", place(before), y) + _dot("after", place(after), y),
-            _text("middle strong", place((before + after) / 2), y - 11, f"{after - before:+.1f}"),
-        ]
+    for tick in range(0, 101, 20):
+        parts.append(line("rule", (place(tick), top - 6), (place(tick), bottom)))
+        parts.append(text("soft middle", place(tick), bottom + 18, f"{tick} %" if tick == 100 else str(tick)))
+    for number, (arm, scores) in enumerate(found.items()):
+        y, width = top + step * number, place(mean(scores)) - left
+        kind = "ours" if arm in OURS else "bar"
+        parts.append(text("end", left - 12, y + 17, ARMS[arm]))
+        parts.append(f'<rect class="{kind}" x="{left}" y="{y + 2}" width="{width:.1f}" height="20"/>')
+        parts += [line("draw", (place(score), y), (place(score), y + 24)) for score in scores if len(scores) > 1]
+        parts.append(text("strong", place(max(scores)) + 8, y + 17, f"{mean(scores):.1f}"))
     return "\n".join([*parts, "</svg>", ""])
-
-
-def _text(style: str, x: float, y: float, content: str) -> str:
-    return f'<text class="{style}" x="{x}" y="{y}">{html.escape(content)}</text>'
-
-
-def _line(style: str, start: tuple[float, float], end: tuple[float, float]) -> str:
-    return f'<line class="{style}" x1="{start[0]}" y1="{start[1]}" x2="{end[0]}" y2="{end[1]}"/>'
-
-
-def _dot(style: str, x: float, y: float) -> str:
-    return f'<circle class="{style}" cx="{x}" cy="{y}" r="6.5"/>'
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the picture")
-    if parser.parse_args().write:
-        PICTURE.write_text(picture(), encoding="utf-8")
-    print("\n".join(table()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The table of adapter kinds in docs/lora.md: each is read, converted or refused, with peft's own classes."""
+"""The table of adapter kinds in docs/adapters.md: each is read, converted or refused, with peft's own classes."""
 
 from __future__ import annotations
 
@@ -100,6 +100,6 @@ def test_a_converted_adapter_of_a_wrapped_base(tmp_path: Path) -> None:
 
 
 def test_the_table_in_the_documentation() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "lora.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| ([^|]+?) \| (read|converted|refused)\b", text, re.MULTILINE))
     assert rows == {kind: verdict for kind, (verdict, _) in KINDS.items()}
