@@ -1,7 +1,7 @@
 """Small models and data that stand in for yours, so that the examples run anywhere, offline, on a CPU.
 
-Each function writes an old base, a fine-tune of it, a new base and data under a folder, and returns the options of
-`tuneport transfer` that name them. The fine-tune is a real one, of a few seconds, and so are the numbers that follow
+Each function writes an old base, a fine-tune of it, a new base and data under a folder, and returns the arguments of
+`tuneport.upgrade` that name them. The fine-tune is a real one, of a few seconds, and so are the numbers that follow
 from it; they say nothing about large models.
 """
 
@@ -27,7 +27,7 @@ from tuneport.demo.run import MODELS, mirrored_digits, save_finetuned
 from tuneport.models.open import open_model
 from tuneport.training.loop import Schedule
 
-Options = dict[str, str]
+Inputs = dict[str, str]  # source, finetuned, target and data
 MARKS = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]"]
 GOOD, BAD = ("good", "tasty", "lovely", "fresh", "great"), ("bad", "sour", "awful", "stale", "poor")
 THINGS = ("soup", "bread", "cake", "tea", "fish", "rice", "pie", "stew")
@@ -47,22 +47,22 @@ CHAT_TEMPLATE = (
 )
 
 
-def arguments(about: str, make: Callable[[Path, int], Options], steps: int) -> tuple[Options, Path]:
-    """The options of a transfer by the arguments of a script, or stand-ins if there are none, and where to write."""
+def arguments(about: str | None, make: Callable[[Path, int], Inputs], steps: int) -> tuple[dict[str, Any], Path]:
+    """What `tuneport.upgrade` takes, by the arguments of a script or as stand-ins if there are none; where to write."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("source", "finetuned", "target", "data"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--head", help="the head that scores the classes, if there are several")
-    parser.add_argument("--samples", help="for calibration")
-    parser.add_argument("--distill", help="steps in which the fine-tuned source teaches the port")
-    parser.add_argument("--out", type=Path, default=Path("ported"), help="the folder to write")
+    parser.add_argument("--samples", type=int, help="own samples at most")
+    parser.add_argument("--routes", type=lambda text: tuple(text.split(",")), help="such as copy,port")
+    parser.add_argument("--out", type=Path, default=Path("upgraded"), help="the folder to write")
     parser.add_argument("--steps", type=int, default=steps, help="of the training of stand-ins")
     given = vars(parser.parse_args())
     out, count = given.pop("out"), given.pop("steps")
-    named = {f"--{name}": value for name, value in given.items() if value}
-    if missing := {"--source", "--finetuned", "--target", "--data"} - set(named):
-        if set(named) - {"--samples", "--distill"}:
-            parser.error(f"give {', '.join(sorted(missing))} too, or nothing")
+    named = {name: value for name, value in given.items() if value}
+    if missing := {"source", "finetuned", "target", "data"} - set(named):
+        if set(named) - {"samples", "routes"}:
+            parser.error(f"give {', '.join(f'--{name}' for name in sorted(missing))} too, or nothing")
         home = out.with_name(out.name + "-inputs")
         home.mkdir(parents=True)
         named |= make(home, count)
@@ -75,7 +75,7 @@ def command(*words: str | Path) -> None:
     app([str(word) for word in words], standalone_mode=False)
 
 
-def image_models(folder: Path, steps: int) -> Options:
+def image_models(folder: Path, steps: int) -> Inputs:
     """Two towers that know digits, a fine-tune of the small one on mirrored digits, and a folder of images."""
     digits = mirrored_digits()
     for split, count in (("train", 400), ("test", 100)):
@@ -88,10 +88,10 @@ def image_models(folder: Path, steps: int) -> Options:
     small = open_model(MODELS / "small")
     schedule = Schedule(steps, batch_size=64, learning_rate=1e-3)
     save_finetuned(small, finetune(small, tuneport.read_data(data, "train"), schedule), tuned)
-    return options(MODELS / "small", tuned, MODELS / "large", data)
+    return inputs(MODELS / "small", tuned, MODELS / "large", data)
 
 
-def text_models(folder: Path, steps: int) -> Options:
+def text_models(folder: Path, steps: int) -> Inputs:
     """Two BERTs that have read reviews, a classifier made from the small one, and labelled reviews."""
     tokenizer, chance = _tokenizer("[CLS] $A [SEP]", _review_words()), random.Random(0)
     rows = [_review(chance) for _ in range(400)]
@@ -111,10 +111,10 @@ def text_models(folder: Path, steps: int) -> Options:
     labels = torch.tensor([config.label2id[row["label"]] for row in rows[:300]])
     _train(module, _batches({**encoded, "labels": labels}), steps, rate=5e-4)
     _write(folder / "old-base-reviews", module, tokenizer)
-    return options(folder / "old-base", folder / "old-base-reviews", folder / "new-base", folder / "reviews.jsonl")
+    return inputs(folder / "old-base", folder / "old-base-reviews", folder / "new-base", folder / "reviews.jsonl")
 
 
-def language_models(folder: Path, steps: int) -> Options:
+def language_models(folder: Path, steps: int) -> Inputs:
     """Two Llamas that know the colours of things, a LoRA of the small one that talks like a pirate, and chats."""
     import peft
 
@@ -139,11 +139,11 @@ def language_models(folder: Path, steps: int) -> Options:
     lora = _seeded(lambda: peft.get_peft_model(base, settings))
     _train(lora, _chat_batches(tokenizer, pirate[:train]), steps, rate=1e-2)
     lora.save_pretrained(folder / "old-llm-pirate")
-    return options(folder / "old-llm", folder / "old-llm-pirate", folder / "new-llm", folder / "chats.jsonl")
+    return inputs(folder / "old-llm", folder / "old-llm-pirate", folder / "new-llm", folder / "chats.jsonl")
 
 
-def options(source: Path, finetuned: Path, target: Path, data: Path) -> Options:
-    return {"--source": str(source), "--finetuned": str(finetuned), "--target": str(target), "--data": str(data)}
+def inputs(source: Path, finetuned: Path, target: Path, data: Path) -> Inputs:
+    return {"source": str(source), "finetuned": str(finetuned), "target": str(target), "data": str(data)}
 
 
 def _review_words() -> list[str]:
@@ -164,7 +164,7 @@ def _chat(question: str, thing: str, words: str) -> list[dict[str, str]]:
 
 def _sizes(width: int, depth: int, words: int) -> dict[str, Any]:
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": depth}
-    return {**sizes, "num_attention_heads": 4, "vocab_size": words, "max_position_embeddings": 64, "pad_token_id": 0}
+    return {**sizes, "num_attention_heads": 4, "vocab_size": words, "max_position_embeddings": 512, "pad_token_id": 0}
 
 
 def _tokenizer(frame: str, words: Iterable[str], end: str = "[SEP]") -> Any:
@@ -174,7 +174,7 @@ def _tokenizer(frame: str, words: Iterable[str], end: str = "[SEP]") -> Any:
     found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     found.post_processor = processors.TemplateProcessing(frame, special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
     marks = dict(zip(("pad_token", "cls_token", "sep_token", "mask_token", "unk_token"), MARKS, strict=True))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=found, eos_token=end, model_max_length=64, **marks)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=found, eos_token=end, model_max_length=512, **marks)
 
 
 def _batches(inputs: dict[str, Tensor], size: int = 32) -> Callable[[torch.Generator], dict[str, Tensor]]:

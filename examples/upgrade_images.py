@@ -1,40 +1,16 @@
-"""Port an image classifier: three models and a folder of images become a ported model, its report and an answer.
+"""Upgrade an image model: its fine-tune comes to a new base by the best route, with scores on the test split.
 
-    python examples/port_images.py --source old-base --finetuned old-base-cars --target new-base --data cars/
-    python examples/port_images.py   # small models that come with tuneport, in about a minute on two cores
-
-The data are image folders, `cars/train/CLASS/*.png` and `cars/test/CLASS/*.png`.
+python examples/upgrade_images.py --source old-base --finetuned old-base-cars --target new-base --data cars/
+python examples/upgrade_images.py   # small models that come with tuneport, in a few minutes on two cores
 """
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-from stand_ins import arguments, command, image_models
+from stand_ins import arguments, image_models
 
 import tuneport
-from tuneport.models.heads import choose_head
 
-
-def main() -> None:
-    given, out = arguments(__doc__, image_models, steps=100)
-    words = [word for pair in given.items() for word in pair]
-    command("transfer", *words, "--evaluate", "--out", out)
-    print("the report:", (out / "report.html").resolve())
-    classify(out, given["--data"], given.get("--head"))
-
-
-def classify(folder: Path, data: str, name: str | None = None) -> None:
-    """Print what the ported model says of three test images."""
-    test = tuneport.read_data(data, "test")
-    model = tuneport.open_model(folder)
-    head = choose_head(model, name, test)
-    for index in (0, len(test) // 2, len(test) - 1):
-        batch = model.inputs(model.encode([test.inputs[index]]))
-        answer = head.classes[int(head.scores(model, model.module, batch).argmax())]
-        print(f"test image {index} is {test.classes[test.labels[index]]}; the ported model says {answer}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+given, out = arguments(__doc__, image_models, steps=100)
+found = tuneport.upgrade(**given)
+print(found)  # the decision, and every route
+if found.result is not None:
+    print("written to", found.save(out))
+    print(tuneport.evaluate(out, given["data"], head=given.get("head")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -20,36 +21,44 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 def run(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr(sys, "argv", [script, "--out", "ported", *words])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    assert stop.value.code is None
+    monkeypatch.setattr(sys, "argv", [script, "--out", "upgraded", *words])
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("script", "kind", "said"),
+    ("script", "words", "said"),
     [
-        ("port_images.py", "model", "test image 0 is 0; the ported model says "),
-        ("port_text_classifier.py", "model", "and "),
-        ("port_lora.py", "adapter", "with the ported LoRA: "),
+        ("upgrade_images.py", ("--steps", "40", "--samples", "300", "--routes", "port"), "Evaluation("),
+        ("upgrade_text_classifier.py", ("--steps", "40", "--samples", "120", "--routes", "port"), "'label': "),
+        ("upgrade_lora.py", ("--steps", "40", "--routes", "port,distill"), "$ tuneport evaluate upgraded --ask "),
     ],
 )
 def test_a_script_goes_from_inputs_to_an_answer(
     script: str,
-    kind: str,
+    words: tuple[str, ...],
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if script == "port_lora.py":
+    if script == "upgrade_lora.py":
         pytest.importorskip("peft")
-    run(script, tmp_path, monkeypatch, "--steps", "4", "--samples", "16", "--distill", "2")
-    record = json.loads((tmp_path / "ported" / "tuneport.json").read_text(encoding="utf-8"))
-    assert record["as"] == kind
-    assert "evaluation" in record
-    assert (tmp_path / "ported" / "report.html").is_file()
-    assert said in capsys.readouterr().out.rpartition("the report:")[2]
+    run(script, tmp_path, monkeypatch, *words)
+    shown = capsys.readouterr().out
+    assert "Upgrade(" in shown
+    assert "\nold: score " in shown
+    assert "written to upgraded\n" in shown
+    assert (tmp_path / "upgraded" / "report.html").is_file()
+    assert said in shown.rpartition("written to")[2]
+
+
+def test_scripts_are_short() -> None:
+    scripts = sorted(EXAMPLES.glob("upgrade_*.py"))
+    assert len(scripts) == 3
+    for script in scripts:
+        text = script.read_text(encoding="utf-8")
+        assert len(text.splitlines()) < 20
+        assert "tuneport.upgrade(" in text
 
 
 @pytest.mark.parametrize("template", ["chatml", None])
@@ -83,25 +92,26 @@ def test_inputs_of_your_own(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr(sys, "argv", ["port_images.py", "--source", "old"])
+    monkeypatch.setattr(sys, "argv", ["upgrade_images.py", "--source", "old"])
     with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(EXAMPLES / "port_images.py"), run_name="__main__")
+        runpy.run_path(str(EXAMPLES / "upgrade_images.py"), run_name="__main__")
     assert "give --data, --finetuned, --target too, or nothing" in capsys.readouterr().err
 
 
 def test_the_notebook_runs_and_holds_no_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    notebook = json.loads((EXAMPLES / "first_port.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads((EXAMPLES / "first_upgrade.ipynb").read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in cells)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setenv("STEPS", "4")
-    monkeypatch.setenv("SAMPLES", "16")
+    monkeypatch.setenv("SAMPLES", "32")
     names: dict[str, object] = {}
     for number, cell in enumerate(cells):
         exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
     said = capsys.readouterr().out
-    assert "the old fine-tuned model: " in said
-    assert "ported and distilled: " in said
+    assert "Upgrade(" in said
+    assert re.search(r"^small-mirrored: \d+\.\d %$", said, re.MULTILINE)
+    assert "$ tuneport upgrade --source " in said
