@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +14,7 @@ from builders.runs import Case, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.measure.samples import FEWEST, first_half
 from tuneport.models.weights import Scaled
-from tuneport.pipeline.scale import SCALES, Score, choose_scale, score_of_classes
+from tuneport.pipeline.scale import SCALES, TOKEN_SCALES, Score, around_least, choose_scale, score_of_classes
 from tuneport.runtime.passes import Passes
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.types import ScaleRule
@@ -232,3 +234,24 @@ def test_each_half_judges_the_maps_of_the_other(groups: int) -> None:
         assert found == pytest.approx(by_other / 32, rel=1e-6)
         assert found != pytest.approx(by_own / 32, rel=1e-4)
     assert (choice["held_out"], choice["samples"]) == (True, 32)
+
+
+@pytest.mark.parametrize("least", range(8))
+def test_few_candidates_find_the_least_where_the_loss_falls_and_then_rises(least: int) -> None:
+    candidates, asked = TOKEN_SCALES, []
+
+    def falling_then_rising(scale: float) -> float:
+        asked.append(scale)
+        return abs(candidates.index(scale) - least)
+
+    found = around_least(falling_then_rising, candidates)
+    wanted = {0, least, max(least - 1, 0), min(least + 1, 7)}
+    assert found == tuple(candidates[place] for place in sorted(wanted))
+    assert set(found) <= set(asked)
+    assert len(asked) == len(set(asked)) <= 5 + max(least - 4, 0)
+
+
+def test_a_search_passes_over_what_is_no_number_and_keeps_the_smallest() -> None:
+    losses = {0.0: 3.0, 0.05: 2.9, 0.1: 2.0, 0.25: 1.5, 0.5: math.nan, 1.0: math.inf, 1.5: math.nan, 2.0: math.nan}
+    found = around_least(losses.__getitem__, TOKEN_SCALES, smallest=True)
+    assert found == (0.0, 0.05, 0.1, 0.25, 0.5)

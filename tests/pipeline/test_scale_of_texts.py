@@ -116,9 +116,15 @@ def test_the_form_of_the_answers_is_no_gain_if_the_right_one_is_lost(trio: list[
     found = {kind: transfer(*trio, data_of(kind), method="naive", samples=16, scale="auto") for kind in KINDS[:2]}
     assert found["texts"].scale == 1.0  # which the loss of the texts cannot see
     assert found["labels"].scale == 0.0
-    scores = {item["scale"]: item for item in found["labels"].record["scale_choice"]["candidates"]}
-    assert scores[0.0]["accuracy"] == 1.0
-    assert scores[1.0]["accuracy"] < 0.75
+    job = prepare(*trio, data_of("labels"), signals="naive", scale="auto", samples=16)
+    judge = judge_of(job)
+    shares = []
+    for module in (job.target.module, open_model(trio[1]).module):  # at scale 0 and 1
+        found_here = judge.summarize(judge.score_batches(module, judge.batches(job.samples)))
+        shares.append(found_here.accuracy)
+    assert shares[0] == 1.0
+    assert shares[1] is not None
+    assert shares[1] < 0.75
 
 
 @pytest.mark.parametrize("rule", ["auto", "safe"])
@@ -189,7 +195,10 @@ def test_scores_are_the_likelihoods_of_answers(trio: list[Path]) -> None:
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize(("kind", "answers"), [("labels", 2), ("texts", 1), ("one class", 1)])
 def test_the_plan_counts_the_passes_of_all_answers(trio: list[Path], kind: str, answers: int, cached: bool) -> None:
-    """A question whose answers share it is read once, and the answers in passes that begin with a cache."""
+    """A question whose answers share it is read once, and the answers in passes that begin with a cache.
+
+    The plan counts all candidates; few of them are judged.
+    """
     data = Dataset(QUESTIONS * 2, np.zeros(16, dtype=np.int64), WORDS[:1]) if kind == "one class" else data_of(kind)
     source, finetuned, target = trio[0], trio[1], open_model(trio[2])
     target = target if cached else replace(target, answer_logits=None)
@@ -203,7 +212,8 @@ def test_the_plan_counts_the_passes_of_all_answers(trio: list[Path], kind: str, 
     job.target.module.register_forward_pre_hook(count, with_kwargs=True)
     planned = expected(job)["expected"]["answers"]["target"]
     run(job)
-    assert sum(rows) == planned == len(TOKEN_SCALES) * (1 if cached else answers) * 16
+    assert planned == len(TOKEN_SCALES) * (1 if cached else answers) * 16
+    assert planned * 3 / 8 <= sum(rows) <= planned * 7 / 8, "by some of the candidates"
 
 
 def test_many_answers_are_judged_by_some(trio: list[Path]) -> None:

@@ -10,6 +10,8 @@ prefer some answers by far and still be often right, which no sharpness shows: t
 than at zero is not chosen, and only evidence leads away from zero: a change whose loss was lower by less than two
 standard errors did harm.
 
+A language model is judged at few of the candidates, those around the least loss on the first half (`around_least`).
+
 The rule `auto` takes the least loss, and otherwise needs evidence only beyond 1. `safe` needs evidence for every step
 above the smallest scale: a quarter of a change has a quarter of its use, and a sixteenth of the harm that grows with
 the square.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -39,6 +42,7 @@ from ..measure.samples import DatasetSamples, Samples
 from ..measure.signals import frozen
 from ..methods import Transfer
 from ..models.base import Model
+from ..models.weights import Scaled
 from ..outputs import Output, Update
 from ..processes import divided
 from ..types import Events, Loss, ScaleRule
@@ -207,6 +211,26 @@ class Judge:
         return TOKEN_SCALES if isinstance(self.loss, TokenLoss) else SCALES
 
     @property
+    def searches(self) -> bool:
+        """Whether few of the candidates are judged: each costs passes of a language model."""
+        return isinstance(self.loss, TokenLoss)
+
+    @property
+    def usually(self) -> int:
+        """How many of the candidates the first half judges, in a search as a rule."""
+        return 5 if self.searches else len(self.candidates)
+
+    @property
+    def then(self) -> int:
+        """The same of the second half."""
+        return 4 if self.searches else len(self.candidates)
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a sample at a candidate, as a rule: one for each answer to choose from."""
+        return 1 if self.target.answer_logits is not None else max(self.answers_per_sample, 1)
+
+    @property
     def judged_by_loss(self) -> bool:
         """Whether the samples have no classes, and each of them has a loss: that of its tokens, or of its numbers."""
         if isinstance(self.loss, TokenLoss):
@@ -271,6 +295,7 @@ def choose_on_halves(
     moved: Iterable[Transfer],
     rule: ScaleRule = "auto",
     events: Events | None = None,
+    cost: float = 0.0,
 ) -> ScaleChoice:
     """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
 
@@ -281,21 +306,24 @@ def choose_on_halves(
         sides: the measurement on each half, as `Measurement.halves` gives it.
         moved: the transfer from each half; a generator solves the second after the first is judged.
         rule: how the scale is chosen.
-        events: gets a sample for each that a candidate is judged on.
+        events: listens.
+        cost: of a forward pass of the target over one sample.
     """
     events = events or Events()
     held_out = sides[0] is not sides[1]
-    scores: dict[float, list[Scores]] = {scale: [] for scale in judge.candidates}
+    scores: dict[float, list[Scores]] = {}
+    judged: Sequence[float] = () if judge.searches else judge.candidates
     for done, maker, other in zip(moved, sides, reversed(sides), strict=False):
-        events.step("choosing the scale")
+        count = len(other.samples) * (len(judged) or judge.usually)
+        events.step("choosing the scale", cost * judge.passes * count, count)
         batches = judge.batches(other.samples)
         update = Update(judge.target, done.task_vector, fits_head=judge.fits_head)
         with judge.output.scaled(update) as scaled:
-            for scale, seen in scores.items():
-                scaled.set(scale)
-                with fitted(judge.target, scaled.module, maker.samples, fits=judge.fits_head):
-                    seen += judge.score_batches(scaled.module, batches)
-                events.advance(len(other.samples))
+            score = _scorer(judge, scaled, maker, batches, scores, partial(events.advance, len(other.samples)))
+            for scale in judged:
+                score(scale)
+            if not judged:  # the first half says which scales the second judges
+                judged = around_least(score, judge.candidates, smallest=rule == "safe")
         if not held_out:
             break
     samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
@@ -303,9 +331,60 @@ def choose_on_halves(
         lambda scale: judge.summarize(scores[scale]),
         samples=samples,
         held_out=held_out,
-        candidates=tuple(scores),
+        candidates=judged,
         rule=rule,
     )
+
+
+def _scorer(
+    judge: Judge,
+    scaled: Scaled,
+    maker: Measurement,
+    batches: Sequence[EvalBatch],
+    scores: dict[float, list[Scores]],
+    advance: Callable[[], None],
+) -> Callable[[float], float]:
+    """A function that judges a scale on batches, adds to `scores`, and returns the loss."""
+
+    def score(scale: float) -> float:
+        scaled.set(scale)
+        with fitted(judge.target, scaled.module, maker.samples, fits=judge.fits_head):
+            found = judge.score_batches(scaled.module, batches)
+        scores.setdefault(scale, []).extend(found)
+        advance()
+        return judge.summarize(found).loss
+
+    return score
+
+
+def around_least(
+    loss: Callable[[float], float], candidates: Sequence[float], *, smallest: bool = False
+) -> tuple[float, ...]:
+    """Zero, the candidate with the least loss and its neighbours, found by few of the candidates.
+
+    Every second one of the first five, then the neighbours of the best until it has both. Where the loss falls and
+    then rises, that is the least of all.
+
+    Args:
+        loss: of a candidate.
+        candidates: zero first, in rising order.
+        smallest: whether the first above zero is among the result in any case.
+
+    >>> around_least(lambda scale: abs(scale - 0.3), (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
+    (0.0, 0.2, 0.3, 0.4)
+    """
+    known: dict[int, float] = {}
+    wanted = list(range(0, min(5, len(candidates)), 2))
+    while wanted:
+        for place in wanted:
+            found = loss(candidates[place])
+            known[place] = found if math.isfinite(found) else math.inf
+        best = min(known, key=lambda place: (known[place], place))
+        near = [place for place in (best - 1, best + 1) if 0 <= place < len(candidates)]
+        wanted = [place for place in near if place not in known]
+    if smallest and 1 not in known:
+        loss(candidates[1])
+    return tuple(candidates[place] for place in sorted({0, best, *near, *([1] if smallest else [])}))
 
 
 def _together(batches: Sequence[Tensor], fill: float) -> Tensor:
