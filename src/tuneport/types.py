@@ -30,11 +30,11 @@ class Events:
     def note(self, text: str) -> None:
         """Take a line for the user that is no error."""
 
-    def step(self, name: str) -> None:
-        """A step of the run begins."""
+    def step(self, name: str, units: float = 0.0, count: int = 0) -> None:
+        """A step of the run begins: worth so many units of the plan, if it has any, with so many samples."""
 
-    def plan(self, total: int) -> None:
-        """The run will advance by so many units."""
+    def plan(self, total: float) -> None:
+        """The run will take so many units; within a step that has units, the step so many samples."""
 
     def advance(self, count: int) -> None:
         """So many samples, or steps of training, are done."""

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -128,9 +128,9 @@ class _Bars:
 
     def __init__(self, transient: bool) -> None:
         words = TextColumn("{task.description:24}", markup=False)
-        columns = (words, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (words, BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}"))
         self._bar = Progress(*columns, console=err_console, transient=transient, disable=not err_console.is_terminal)
-        self._told = time.monotonic()
+        self._told = self._begun = time.monotonic()
 
     def __enter__(self) -> _Bars:
         self._bar.start()
@@ -139,25 +139,51 @@ class _Bars:
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
 
-    def add(self, words: str, total: int | None) -> TaskID:
-        return self._bar.add_task(words, total=total)
+    def add(self, words: str, total: float | None) -> TaskID:
+        return self._bar.add_task(words, total=total, left="")
+
+    def begin(self) -> None:
+        """The time that is left is estimated from now on."""
+        self._begun = time.monotonic()
 
     def update(self, task: TaskID, **changes: Any) -> None:
-        """As that of rich; `advance` counts steps, `description` replaces the words."""
+        """As that of rich; `completed` counts steps, `description` replaces the words."""
         self._bar.update(task, **changes)
-        if self._bar.disable and time.monotonic() - self._told >= EVERY:
-            found = self._bar.tasks[task]
-            of = "" if found.total is None else f" of {found.total:.0f}"
-            tell(f"{found.description}: {found.completed:.0f}{of}")
-            self._told = time.monotonic()
+        found, now = self._bar.tasks[task], time.monotonic()
+        share = min(found.completed / found.total, 1.0) if found.total else 0.0
+        left = time_left(now - self._begun, share)
+        self._bar.update(task, left=left)
+        if self._bar.disable and now - self._told >= EVERY:
+            done = f": {100 * share:.0f} %" if found.total else ""
+            tell(f"{found.description}{done}{left and f', {left}'}")
+            self._told = now
+
+
+def time_left(spent: float, share: float) -> str:
+    """The time that the rest of a run takes if it goes on as before; nothing is known before a hundredth is done.
+
+    >>> time_left(60, 0.25), time_left(600, 0.05), time_left(3, 0.001), time_left(3, 1)
+    ('3 min left', '3.2 h left', '', '')
+    """
+    if not 0.01 <= share < 1:
+        return ""
+    seconds = spent * (1 - share) / share
+    if seconds < 90:
+        return f"{seconds:.0f} s left"
+    return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
 
 
 class Bar(Events):
-    """A bar on stderr that follows a run; a context."""
+    """A bar on stderr that follows a run and shows the share of the whole; a context.
+
+    A step that has units of the plan is worth them whether it takes fewer samples than it said or more.
+    """
 
     def __init__(self, words: str) -> None:
         self._bars = _Bars(transient=True)
         self._task = self._bars.add(words, None)
+        self._before = 0.0  # units of the plan before this step
+        self._units, self._count, self._done = 0.0, 0, 0  # of this step: its units, samples, and samples done
 
     def __enter__(self) -> Bar:
         self._bars.__enter__()
@@ -169,18 +195,33 @@ class Bar(Events):
     def note(self, text: str) -> None:
         note(text)
 
-    def step(self, name: str) -> None:
-        self._bars.update(self._task, description=name)
+    def step(self, name: str, units: float = 0.0, count: int = 0) -> None:
+        self._before += self._units
+        self._units, self._count, self._done = units, count, 0
+        self._show(description=name)
 
-    def plan(self, total: int) -> None:
-        self._bars.update(self._task, total=total or None, completed=0)
+    def plan(self, total: float) -> None:
+        if self._units:
+            self._count, self._done = int(total), 0
+            return
+        self._before = 0.0
+        self._bars.begin()
+        self._show(total=total or None)
 
     def advance(self, count: int) -> None:
-        self._bars.update(self._task, advance=count)
+        if self._units:
+            self._done += count
+        else:
+            self._before += count
+        self._show()
+
+    def _show(self, **changes: Any) -> None:
+        share = min(self._done / self._count, 1.0) if self._count else 0.0
+        self._bars.update(self._task, completed=self._before + self._units * share, **changes)
 
     def mark(self, mark: Any) -> None:
         agreement = f"agreement {100 * mark.agreement:.0f} %"
-        self.step(f"distilling, loss {mark.held_out_loss:.3g}, {agreement}")
+        self._show(description=f"distilling, loss {mark.held_out_loss:.3g}, {agreement}")
 
 
 def listening(words: str, first: bool) -> AbstractContextManager[Events]:

@@ -39,7 +39,7 @@ from ..models.weights import changed, finetuned
 from ..report.samples import shown
 from ..report.summary import SCORE_FORMS
 from ..training.distill import STEPS
-from ..types import Sides
+from ..types import Progress, Sides
 
 Metric = Literal["accuracy", "bits per character", "fidelity"]
 Role = Literal["finetuned", "target", "port", "distilled"]
@@ -236,6 +236,7 @@ def compare(
     config: MeasureConfig,
     *,
     name: str = "",
+    progress: Progress | None = None,
 ) -> Comparison:
     """Score the fine-tuned source where it is whole and in memory, the target, and what was made of it.
 
@@ -249,6 +250,7 @@ def compare(
         on: the samples that are scored.
         config: the options of the transfer.
         name: of the fine-tuned source.
+        progress: called with the number of samples that a model has answered.
     """
     test = on.test
     protocol = "zero-shot" if calibration.heads is not None else usual_protocol(models.target, test)
@@ -257,9 +259,9 @@ def compare(
 
     def score(role: Role, model: Model) -> ModelScore:
         if protocol == "zero-shot":
-            found = zero_shot(model, choose_head(model, config.head, test), test)
+            found = zero_shot(model, choose_head(model, config.head, test), test, progress=progress)
         else:
-            found = (likelihood if protocol == "likelihood" else perplexity)(model, test)
+            found = (likelihood if protocol == "likelihood" else perplexity)(model, test, progress=progress)
         value = found.bits_per_character if protocol == "perplexity" else found.accuracy
         assert value is not None
         return ModelScore(role, model.name, value, found)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..config import MeasureConfig, PlanConfig, PlanInputs
+from ..config import MeasureConfig, PlanConfig, PlanInputs, TransferConfig
 from ..errors import TuneportError
 from ..measure.fitted_heads import is_bare
 from ..measure.measurement import Calibration, Limits, Measurement
@@ -20,10 +20,11 @@ from ..methods import Method, get_method, name_of
 from ..models.base import Model
 from ..models.change import every_layer, is_whole
 from ..models.open import outline_model, pick_dtype
-from ..outputs import ModelOutput
+from ..outputs import ModelOutput, output_of
 from ..pairing import Kept, Plan
 from ..report.summary import label_words
 from ..runtime.budget import passes_of, plan_passes
+from ..runtime.costs import Costs
 from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
 from ..task_vectors.account import account
@@ -35,6 +36,7 @@ from .scale import Judge
 from .transfer import Setup, choose_rule, prepare
 
 DEVICES = (1, 2, 4, 8)
+TAUGHT = 64  # samples of a step of distillation, as a rule
 MOST = 2**24  # the largest number of texts, and of tokens in a batch, in a plan
 
 
@@ -122,10 +124,10 @@ def describe(setup: Setup, config: MeasureConfig, *, tested: int = 0) -> dict[st
 def count_answers(setup: Setup, scale: float | ScaleRule, tested: int, exclude: Sequence[str] = ()) -> Sides[int]:
     """The samples that each model answers in forward passes of their own.
 
-    The source and its fine-tune answer all samples before anything is measured. Every candidate scale answers them; a
-    language model that cannot keep a question in its cache, once for each answer to choose from. A head is fitted on as
-    many for the measurement, for every candidate, for the output, and for a bare target that is tested. The fine-tune,
-    the target and the port answer the test split.
+    The source and its fine-tune answer all samples before anything is measured. Every candidate scale answers them: of
+    a language model the number is the most, since few are judged. One that cannot keep a question in its cache answers
+    once for each answer to choose from. A head is fitted on as many for the measurement, for every candidate, for the
+    output, and for a bare target that is tested. The fine-tune, the target and the port answer the test split.
     """
     (source, target), change, calibration = setup.models, setup.change, setup.calibration
     judge = Judge(target, calibration, ModelOutput(), change.fits_head)
@@ -136,6 +138,37 @@ def count_answers(setup: Setup, scale: float | ScaleRule, tested: int, exclude: 
     of_source += tested if is_whole(source, change, exclude) else 0
     bare = 1 if tested and is_bare(target, fits=change.fits_head) else 0
     return Sides(of_source, count * (candidates * (1 + fits) + 2 * fits + bare) + 2 * tested)
+
+
+class Units(NamedTuple):
+    """What a transfer costs as `Costs` counts, and parts of that; and how many samples of a test split are scored."""
+
+    whole: float
+    distilling: float
+    scoring: float
+    scored: int
+
+
+def units_of(
+    setup: Setup, config: TransferConfig, scale: float | ScaleRule, passes: Passes | None, *, tested: int
+) -> Units:
+    """The sum of the units that the steps of a transfer have; `tested` samples of a test split are scored."""
+    measurement, pairs = setup.measurement(config, get_method(config.method)), setup.plan.pairs
+    costs, count, target = Costs.of(measurement), len(setup.calibration.samples), setup.models.target
+    groups = [pairs] if passes is None else passes.groups
+    asked = count_forward_passes(setup.models.source, setup.change, setup.calibration, config.exclude)
+    whole = asked * costs.answer.source + sum(count * costs.measure(group) for group in groups) + costs.solve(pairs)
+    if isinstance(scale, str):
+        judge = Judge(target, setup.calibration, output_of(config), setup.change.fits_head)
+        halves = [len(half.samples) for half in measurement.halves()]
+        halves = halves if sum(halves) == count else halves[:1]
+        judged = sum(part * each for part, each in zip(halves, (judge.usually, judge.then), strict=False))
+        whole += costs.answer.target * judge.passes * judged + len(halves) * costs.solve(pairs)
+    distilling = (config.distill or 0) * TAUGHT * (costs.answer.source + 3 * costs.answer.target)
+    sources = int(is_whole(setup.models.source, setup.change, config.exclude))
+    targets = 2 + (config.distill is not None)
+    scoring = tested * (sources * costs.answer.source + targets * costs.answer.target)
+    return Units(whole + distilling + scoring, distilling, scoring, tested * (sources + targets))
 
 
 def statistics_bytes(measurement: Measurement) -> int:

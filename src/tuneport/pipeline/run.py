@@ -26,10 +26,10 @@ from ..runtime.resume import Work, fingerprint
 from ..training.state import StateFile
 from ..types import Events, ScaleRule
 from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, summarize, usual_test
+from .estimate import units_of
 from .evaluate import open_written, with_protocol
 from .inputs import conditions_of
 from .result import Result
-from .scale import SCALES
 from .transfer import Setup, choose_rule, prepare, run
 
 
@@ -117,20 +117,23 @@ def _write_run(
     by_first(lambda: output.check_place(out, config.overwrite, needed_bytes=size))
     by_first(lambda: _resume(work, config.resume, events))
     passes = _passes(setup, config, scale, events)
+    units = units_of(setup, config, scale, passes, tested=0 if on is None else len(on.test))
+    events.plan(units.whole)
     try:
         ported = result = run(setup, config, passes=passes, work=work, events=events)
         if config.distill is not None:
             lora = config.rank if config.as_ == "adapter" else None
+            events.step("distilling", units.distilling, config.distill)
             result = ported.distill(config.distill, lora=lora, events=events, saved=state_file(work))
         found = None
         if on is not None:
-            events.step("scoring the test split")
+            events.step("scoring the test split", units.scoring, units.scored)
             made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
             outputs = {role: (each.target, output.written(each.update)) for role, each in made.items()}
             samples = ported.setup.calibration if ported.setup is not None else setup.calibration
             given, name = (setup.models, setup.change, samples), setup.about["finetuned"]["name"]
             try:
-                found = compare(*given, outputs, on, config, name=name)
+                found = compare(*given, outputs, on, config, name=name, progress=events.advance)
             except DataError as error:  # the port is not lost for it
                 untested = _reason(error, events)
         events.step("writing")
@@ -179,8 +182,6 @@ def _passes(setup: Setup, config: TransferConfig, scale: float | ScaleRule, even
             events.note(
                 f"the models exceed the memory budget: {format_bytes(passes.fetched_bytes)} of weights are streamed"
             )
-    judged = len(SCALES) if isinstance(scale, str) else 0  # each sample by each candidate
-    events.plan(len(setup.calibration.samples) * (runs + judged) + (config.distill or 0))
     return passes
 
 

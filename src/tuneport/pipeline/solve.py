@@ -30,6 +30,7 @@ from ..methods import Method, Problem, Transfer
 from ..models.change import Change
 from ..models.offload import pinned, placed, to_temporary_file
 from ..processes import agreed, ranks
+from ..runtime.costs import Costs
 from ..runtime.distributed import gather_transfer, reduce_statistics, share_of
 from ..runtime.passes import Passes, by_block, groups_of
 from ..runtime.resume import Work, fingerprint
@@ -59,6 +60,7 @@ def solve(
     passes: Passes | None = None,
     work: Work | None = None,
     events: Events | None = None,
+    costs: Costs | None = None,
 ) -> Solution:
     """Measure both models and carry the task vector over; a rule chooses the scale on the samples.
 
@@ -71,11 +73,12 @@ def solve(
         passes: which layers are measured together.
         work: keeps what is measured, and gives back what an earlier run has measured.
         events: listens.
+        costs: of the steps, beside one another.
 
     Raises:
         TuneportError: if a scale is to be chosen on models that are not whole in memory.
     """
-    solver = _Solver(change, method, work, events or Events())
+    solver = _Solver(change, method, work, events or Events(), costs or Costs.of(measurement))
     if not isinstance(scale, str):
         moved, counted = solver.move(measurement, passes)
         return Solution(moved, scale, None, counted, solver.seconds)
@@ -96,6 +99,7 @@ class _Solver:
     method: Method
     work: Work | None
     events: Events
+    costs: Costs
     seconds: float = 0.0
 
     def move(self, measurement: Measurement, passes: Passes | None) -> tuple[Transfer, Statistics]:
@@ -125,7 +129,7 @@ class _Solver:
             parts = self._measure_halves(groups[0], 0, first_groups)
             whole, counted = reduce(add, parts), _count(Statistics(), reduce(add, parts))
             solved = (self._with_rows(self._move(sides[0], part)) for part in parts)
-            choice = choose_on_halves(judge, sides, solved, rule, self.events)
+            choice = choose_on_halves(judge, sides, solved, rule, self.events, self.costs.answer.target)
             return self._with_rows(self._move(sides[0], whole)), choice, counted
         moved: list[list[Transfer]] = [[] for _ in halves]
         of_all, counted = [], Statistics()
@@ -140,7 +144,7 @@ class _Solver:
         solved = (self._with_rows(Transfer.join(done)) for done in moved)
         return (
             self._with_rows(Transfer.join(of_all)),
-            choose_on_halves(judge, sides, solved, rule, self.events),
+            choose_on_halves(judge, sides, solved, rule, self.events, self.costs.answer.target),
             counted,
         )
 
@@ -152,7 +156,8 @@ class _Solver:
 
     def _measure(self, measurement: Measurement, stage: str) -> Statistics:
         started = time.perf_counter()
-        self.events.step("measuring")
+        count = len(measurement.samples)
+        self.events.step("measuring", count * self.costs.measure(measurement.plan.pairs), count)
         statistics = measure(
             measurement,
             views=self.method.uses_augmented_inputs,
@@ -167,7 +172,8 @@ class _Solver:
         return statistics
 
     def _move(self, measurement: Measurement, statistics: Statistics) -> Transfer:
-        self.events.step(f"solving {len(measurement.plan.pairs)} layers")
+        pairs = measurement.plan.pairs
+        self.events.step(f"solving {len(pairs)} layers", self.costs.solve(pairs))
         return gather_transfer(problem_of(measurement, self.change.vector, statistics), self.method)
 
     def _with_rows(self, moved: Transfer) -> Transfer:

@@ -25,13 +25,14 @@ from ..models.open import pick_device
 from ..outputs import Update, output_of
 from ..pairing import Plan
 from ..runtime.budget import passes_of
+from ..runtime.costs import Costs
 from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.account import account
 from ..task_vectors.low_rank import norm_of
 from ..types import Events, ScaleRule, Sides, Signal
 from .comparison import summarize
-from .inputs import check_inputs, conditions_of, describe_inputs, open_models, read_change
+from .inputs import check_inputs, conditions_of, count_forward_passes, describe_inputs, open_models, read_change
 from .plan import changed_parts, make_plan, not_transported_by
 from .result import Result
 from .samples import Data, are_samples, draw_samples, label_samples
@@ -162,13 +163,18 @@ def run(
     started = time.perf_counter()
     if passes is None:
         passes = passes_of(measurement, change.vector, method, chooses_scale=isinstance(scale, str))
+    costs = Costs.of(measurement)
+    asked = count_forward_passes(setup.models.source, change, setup.calibration, config.exclude)
+    events.step("asking the fine-tuned source", asked * costs.answer.source)
     checked = check_inputs(setup.models.source, change, setup.plan, setup.calibration, config)
     if checked.sentence:
         events.note(checked.sentence)
     samples = with_teacher_scores(setup.models, change, setup.calibration.samples, checked.scores)
     measurement = replace(measurement, calibration=replace(measurement.calibration, samples=samples))
     judge = Judge(setup.models.target, measurement.calibration, output, change.fits_head)
-    solution = solve(measurement, change, method, scale, judge, passes=passes, work=work, events=events)  # lines 3 to 9
+    solution = solve(
+        measurement, change, method, scale, judge, passes=passes, work=work, events=events, costs=costs
+    )  # lines 3 to 9
     _check_moved(change, solution.transfer)
     head = _refitted(judge, solution)
     setup = replace(setup, calibration=measurement.calibration)

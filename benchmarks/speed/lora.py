@@ -1,0 +1,137 @@
+"""A LoRA ported between two language models on a CPU, by two checkouts in turns: CPU seconds of each step, the scale
+that is chosen, the score on the test split, and how true the progress is.
+
+    python benchmarks/speed/lora.py BEFORE AFTER --source smollm2-135m --finetuned lora --target gemma3-270m \\
+        --data chats.jsonl --samples 50 --out benchmarks/results/speed
+
+Each runs in a process of its own, with one thread and its own sources. CPU seconds are those of the process: what else
+runs on the machine adds little to them. Shares are those of a bar against the CPU seconds since the plan was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+INPUTS = ("source", "finetuned", "target", "data")
+
+
+def port(options: argparse.Namespace) -> dict[str, Any]:
+    """Port in this process."""
+    from tuneport.cli.terminal import Bar
+    from tuneport.config import TransferConfig, TransferInputs
+    from tuneport.pipeline.run import run_to_folder
+
+    class Watched(Bar):
+        """Keeps the CPU seconds at which each step begins, and the shares that are shown."""
+
+        def __init__(self) -> None:
+            super().__init__("porting")
+            self.steps: list[tuple[str, float]] = [("opening", 0.0)]
+            self.planned, self.shares = 0.0, list[tuple[float, float]]()
+
+        def step(self, name: str, *more: Any) -> None:
+            self.steps.append((name, time.process_time()))
+            super().step(name, *more)
+
+        def plan(self, total: float) -> None:
+            self.planned = self.planned or time.process_time()
+            super().plan(total)
+
+        def _show(self, **changes: Any) -> None:
+            super()._show(**changes)
+            found = self._bars._bar.tasks[self._task]
+            if found.total:
+                self.shares.append((found.completed / found.total, time.process_time()))
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = {name: getattr(options, name) for name in INPUTS}
+        inputs |= {"finetuned": (options.finetuned,), "out": str(Path(folder) / "out")}
+        config = TransferConfig.of(as_="adapter", rank=options.rank, samples=options.samples, device="cpu")
+        with Watched() as watched:
+            record = run_to_folder(TransferInputs(**inputs), config, watched)
+    end = time.process_time()
+    seconds: dict[str, float] = {}
+    for (name, begun), (_, over) in zip(watched.steps, [*watched.steps[1:], ("", end)], strict=True):
+        seconds[name] = seconds.get(name, 0.0) + over - begun
+    whole = end - watched.planned
+    return {
+        "seconds": seconds,
+        "cpu_seconds": end,
+        "scale": record["scale"],
+        "candidates": [each["scale"] for each in record.get("scale_choice", {}).get("candidates", ())],
+        "scores": {row["role"]: row["value"] for row in record.get("accuracies", ())},
+        "shares": [(round(shown, 4), round((at - watched.planned) / whole, 4)) for shown, at in watched.shares],
+    }
+
+
+def run(checkout: Path, arguments: list[str]) -> dict[str, Any]:
+    """The JSON object that a port by a checkout prints."""
+    command = [sys.executable, __file__, str(checkout), str(checkout), *arguments, "--one"]
+    paths = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=paths)
+    if done.returncode:
+        raise SystemExit(f"{checkout}: exit code {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def tenths(shares: list[tuple[float, float]]) -> list[list[Any]]:
+    """What is shown at each tenth of the run."""
+    rows = []
+    for tenth in range(1, 10):
+        shown = max((share for share, at in shares if at <= tenth / 10), default=0.0)
+        rows.append([f"{10 * tenth} %", f"{100 * shown:.0f} %"])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    for name in INPUTS:
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--samples", type=int, default=50)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", action="store_true", help="port once, in this process")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(port(options)))
+        return
+    from record import publish, table
+
+    given = [word for name in INPUTS for word in (f"--{name}", getattr(options, name))]
+    given += ["--samples", str(options.samples), "--rank", str(options.rank)]
+    found = {name: run(getattr(options, name).resolve(), given) for name in ("before", "after")}
+    before, after = found["before"], found["after"]
+    names = list(dict.fromkeys([*before["seconds"], *after["seconds"]]))
+    lines = [[name, *(f"{each['seconds'].get(name, 0.0):.0f}" for each in found.values())] for name in names]
+    lines.append(["all", *(f"{each['cpu_seconds']:.0f}" for each in found.values())])
+    ratio = after["cpu_seconds"] / before["cpu_seconds"]
+    lines.append(["ratio", "1", f"{ratio:.2f}"])
+    lines.append(["scale", before["scale"], after["scale"]])
+    lines += [
+        [f"score of the {role}", *(f"{each['scores'][role]:.4g}" for each in found.values())]
+        for role in after["scores"]
+    ]
+    title = (
+        f"A LoRA of {Path(options.source).name} ported to {Path(options.target).name}, {options.samples} samples\n\n"
+    )
+    text = title + table(["CPU seconds", "before", "after"], lines)
+    text += "\n\nProgress, after:\n\n" + table(["share of the CPU seconds", "shown"], tenths(after["shares"]))
+    publish("lora-port", options.out, text, {**found, "ratio": ratio}, torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What the steps of a transfer cost beside one another, so that a bar can show the share of the whole.
+
+Counted are millions of operations of large matrix products; those in float64 count twice. The operations of a step that
+are missing here (attention, softmax, files) are few beside them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..data.dataset import UNLABELLED
+from ..measure.measurement import Measurement
+from ..measure.samples import DatasetSamples
+from ..models.base import Model
+from ..pairing import LayerPair
+from ..types import Sides
+
+LOOKED_AT = 8  # samples whose tokens are counted
+MILLION = 1e6
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Millions of operations.
+
+    Args:
+        answer: of a forward pass of each model over one sample.
+        tokens: of a sample in the target.
+        backward: whether gradients are measured.
+        signals: that are summed up.
+    """
+
+    answer: Sides[float]
+    tokens: float
+    backward: bool
+    signals: frozenset[str]
+
+    @classmethod
+    def of(cls, measurement: Measurement) -> Costs:
+        """The costs of a measurement; samples without a known number of tokens count as one token each."""
+        samples = measurement.samples
+        first = next(iter(samples.take(slice(LOOKED_AT))), None) if isinstance(samples, DatasetSamples) else None
+        batches: Sides[Any] = Sides(None, None) if first is None else Sides(first.source, first.target)
+        counts = Sides(*(_tokens(*each) for each in zip(measurement.models, batches, strict=True)))
+        answers = [_operations(model, *count) for model, count in zip(measurement.models, counts, strict=True)]
+        signals = frozenset(str(signal) for signal in measurement.signals)
+        backward = any("gradient" in signal for signal in signals)
+        return cls(Sides(*answers), counts.target[0], backward, signals)
+
+    def measure(self, pairs: Sequence[LayerPair]) -> float:
+        """Of one sample, for some pairs of layers: both models forward and back, and the sums."""
+        sums = sum(math.prod(pair.widths(signal)) for pair in pairs for signal in pair.wanted(self.signals))
+        return (3 if self.backward else 1) * sum(self.answer) + 4 * self.tokens * sums / MILLION
+
+    def solve(self, pairs: Sequence[LayerPair]) -> float:
+        """Of all maps of some pairs: half a Gram matrix, its eigenvectors, and the other side's vectors."""
+        widths = (sorted(pair.widths(signal)) for pair in pairs for signal in pair.wanted(self.signals))
+        return sum(2 * (3 * n * n * m + 9 * n**3) for n, m in widths) / MILLION
+
+
+def _tokens(model: Model, batch: Any) -> tuple[float, float]:
+    """The mean number of tokens of a sample, and of those whose next token is predicted."""
+    if not isinstance(batch, (tuple, list)) or not isinstance(batch[0], dict):
+        return 1.0, 0.0
+    inputs, labels = batch
+    if "attention_mask" in inputs:
+        rows = max(len(inputs["attention_mask"]), 1)
+        predicted = float((labels != UNLABELLED).sum()) / rows if model.generates else 0.0
+        return float(inputs["attention_mask"].sum()) / rows, predicted
+    layout = model.layout(inputs) if model.layout is not None else None
+    return float(layout.prefix + math.prod(layout.grid)) if layout is not None else 1.0, 0.0
+
+
+def _operations(model: Model, tokens: float, predicted: float) -> float:
+    """Millions of operations of a forward pass over a sample: its layers, and the scores of predicted tokens."""
+    layers = sum(layer.in_features * layer.out_features for layer in model.layers)
+    vocabulary = (model.reader.vocabulary or 0) * (model.width or 0) if model.reader is not None else 0
+    return 2 * (tokens * layers + predicted * vocabulary) / MILLION
