@@ -28,30 +28,49 @@ PORT = "--source old --finetuned tuned --target new"
 
 @dataclass(frozen=True)
 class Mistake:
-    """A command line, the exit code, and words of its message."""
+    """A command line, the exit code, and words of its message; what it advises, as words in place of others.
+
+    An empty `advised[0]` means that the words are added.
+    """
 
     words: str
     code: int
     said: tuple[str, ...]
+    advised: tuple[str, str] | None = None
+
+    @property
+    def corrected(self) -> str:
+        """The command line after the advice."""
+        assert self.advised is not None
+        wrong, right = self.advised
+        return self.words.replace(wrong, right) if wrong else f"{self.words} {right}"
 
 
 MISTAKES = {
     # paths
-    "data": Mistake(f"transfer {PORT} --data rowz.csv --out out", 1, ("no data at rowz.csv", "Did you mean rows.csv?")),
+    "data": Mistake(
+        f"transfer {PORT} --data rowz.csv --out out",
+        1,
+        ("no data at rowz.csv", "Did you mean rows.csv?"),
+        ("rowz.csv", "rows.csv"),
+    ),
     "source": Mistake(
         "transfer --source ./odl --finetuned tuned --target new --data rows.csv --out out",
         1,
         ("there is no model at ./odl", "Did you mean old?"),
+        ("./odl", "old"),
     ),
     "fine-tune": Mistake(
         "transfer --source old --finetuned ./tunde --target new --data rows.csv --out out",
         1,
         ("there is no fine-tune at ./tunde", "Did you mean tuned?"),
+        ("./tunde", "tuned"),
     ),
     "target": Mistake(
         "upgrade --source old --finetuned tuned --target ./nwe --data rows.csv --out out",
         1,
         ("there is no model at ./nwe", "Did you mean new?"),
+        ("./nwe", "new"),
     ),
     "every path": Mistake(
         "transfer --source ./a --finetuned ./b --target ./c --data ./d --out out",
@@ -70,13 +89,16 @@ MISTAKES = {
         "transfer --source old --finetuned tuned --target lora --data rows.csv --out out",
         1,
         ("lora is an adapter, not a model", "give it as --finetuned"),
+        ("--finetuned tuned --target lora", "--finetuned lora --target new"),
     ),
     "an adapter without its configuration": Mistake(
         "transfer --source old --finetuned parts --target new --data rows.csv --out out",
         1,
         ("parts holds the factors of a LoRA", "adapter_config.json"),
     ),
-    "an existing output": Mistake(f"transfer {PORT} --data rows.csv --out made", 1, ("made exists", "--overwrite")),
+    "an existing output": Mistake(
+        f"transfer {PORT} --data rows.csv --out made", 1, ("made exists", "--overwrite"), ("", "--overwrite")
+    ),
     "a file as output folder": Mistake(
         f"upgrade {PORT} --data rows.csv --out rows.csv --overwrite", 1, ("rows.csv is not a folder",)
     ),
@@ -84,24 +106,37 @@ MISTAKES = {
         f"transfer {PORT} --data rows.csv --out old --overwrite", 1, ("old cannot be overwritten: it holds the input",)
     ),
     "a task vector without its suffix": Mistake(
-        f"transfer {PORT} --data rows.csv --as task-vector --out tau", 1, ("tau must end in .safetensors",)
+        f"transfer {PORT} --data rows.csv --as task-vector --out tau",
+        1,
+        ("tau must end in .safetensors",),
+        ("tau", "tau.safetensors"),
     ),
     # heads
     "a head": Mistake(
-        f"transfer {PORT} --data rows.csv --head crs --out out", 1, ("old has no head 'crs': it has cars",)
+        f"transfer {PORT} --data rows.csv --head crs --out out",
+        1,
+        ("old has no head 'crs': it has cars",),
+        ("crs", "cars"),
     ),
     "a head file": Mistake(
         f"transfer {PORT} --data rows.csv --head heads/none.safetensors --out out", 1, ("old has no head", "new has no")
     ),
-    "a head of an evaluation": Mistake("evaluate old --data rows.csv --head crs", 1, ("old has no head 'crs'",)),
+    "a head of an evaluation": Mistake(
+        "evaluate old --data rows.csv --head crs", 1, ("old has no head 'crs'",), ("crs", "cars")
+    ),
     # numbers and names
     "no samples": Mistake(
-        f"transfer {PORT} --data rows.csv --samples 0 --out out", 2, ("--samples must be at least 1",)
+        f"transfer {PORT} --data rows.csv --samples 0 --out out",
+        2,
+        ("--samples must be at least 1",),
+        ("--samples 0", "--samples 1"),
     ),
     "words for samples": Mistake(
         f"transfer {PORT} --data rows.csv --samples many --out out", 2, ("'--samples'", "integer")
     ),
-    "a scale": Mistake(f"transfer {PORT} --data rows.csv --scale strong --out out", 2, ("--scale must be a number",)),
+    "a scale": Mistake(
+        f"transfer {PORT} --data rows.csv --scale strong --out out", 2, ("--scale must be a number",), ("strong", "1")
+    ),
     "a scale that is no number": Mistake(
         f"transfer {PORT} --data rows.csv --scale nan --out out", 2, ("--scale must be a finite number",)
     ),
@@ -110,68 +145,128 @@ MISTAKES = {
         2,
         ("--scale must be", "--samples must be", "unknown dtype 'half'"),
     ),
-    "a method": Mistake(f"transfer {PORT} --data rows.csv --method bicco --out out", 2, ("Did you mean 'bico'?",)),
-    "a sampler": Mistake(f"transfer {PORT} --data rows.csv --sampler randon --out out", 2, ("Did you mean 'random'?",)),
-    "a loss": Mistake(f"transfer {PORT} --data rows.csv --loss casual --out out", 2, ("Did you mean 'causal'?",)),
-    "a device": Mistake(f"transfer {PORT} --data rows.csv --device gpu --out out", 2, ("device 'gpu'", "Pass auto")),
+    "a method": Mistake(
+        f"transfer {PORT} --data rows.csv --method bicco --out out", 2, ("Did you mean 'bico'?",), ("bicco", "bico")
+    ),
+    "a sampler": Mistake(
+        f"transfer {PORT} --data rows.csv --sampler randon --out out",
+        2,
+        ("Did you mean 'random'?",),
+        ("randon", "random"),
+    ),
+    "a loss": Mistake(
+        f"transfer {PORT} --data rows.csv --loss casual --out out", 2, ("Did you mean 'causal'?",), ("casual", "causal")
+    ),
+    "a device": Mistake(
+        f"transfer {PORT} --data rows.csv --device gpu --out out", 2, ("device 'gpu'", "Pass auto"), ("gpu", "auto")
+    ),
     "a dtype": Mistake("distill --finetuned tuned --target new --data rows.csv --out out --dtype f16", 2, ("Known:",)),
     "roles": Mistake(f"transfer {PORT} --data rows.csv --roles up --out out", 2, ("--roles takes SOURCE=TARGET",)),
     "columns": Mistake(f"upgrade {PORT} --data rows.csv --columns text --out out", 2, ("expected NAME=COLUMN",)),
-    "a memory budget": Mistake(f"plan {PORT} --data rows.csv --memory-budget lots", 2, ("such as 8GiB",)),
-    "a format": Mistake(f"transfer {PORT} --data rows.csv --as zip --out out", 2, ("unknown as 'zip'",)),
-    "a route": Mistake(f"upgrade {PORT} --data rows.csv --routes prot --out out", 2, ("Did you mean 'port'?",)),
-    "a time": Mistake(f"upgrade {PORT} --data rows.csv --time soon --out out", 2, ("such as 90s, 10m or 2h",)),
+    "a memory budget": Mistake(
+        f"plan {PORT} --data rows.csv --memory-budget lots", 2, ("such as 8GiB",), ("lots", "8GiB")
+    ),
+    "a format": Mistake(
+        f"transfer {PORT} --data rows.csv --as zip --out out", 2, ("unknown as 'zip'",), ("zip", "adapter --rank 4")
+    ),
+    "a route": Mistake(
+        f"upgrade {PORT} --data rows.csv --routes prot --out out", 2, ("Did you mean 'port'?",), ("prot", "port")
+    ),
+    "a time": Mistake(
+        f"upgrade {PORT} --data rows.csv --time soon --out out", 2, ("such as 90s, 10m or 2h",), ("soon", "10m")
+    ),
     "a learning rate": Mistake(
         "distill --finetuned tuned --target new --data rows.csv --out out --learning-rate 0", 2, ("above 0",)
     ),
-    "an option": Mistake(f"transfer {PORT} --data rows.csv --smaples 5 --out out", 2, ("--smaples", "--samples")),
+    "an option": Mistake(
+        f"transfer {PORT} --data rows.csv --smaples 5 --out out", 2, ("--smaples", "--samples"), ("smaples", "samples")
+    ),
     "a command": Mistake("trasnfer", 2, ("trasnfer", "transfer")),
     "no output": Mistake(f"transfer {PORT} --data rows.csv", 2, ("--out",)),
     # combinations
     "samples and shots": Mistake(
-        f"transfer {PORT} --data rows.csv --samples 4 --shots 2 --out out", 2, ("--samples or --shots, not both",)
+        f"transfer {PORT} --data rows.csv --samples 4 --shots 2 --out out",
+        2,
+        ("--samples or --shots, not both",),
+        (" --shots 2", ""),
     ),
     "shots of labels that are not used": Mistake(
         f"transfer {PORT} --data rows.csv --labels source --shots 2 --out out", 2, ("with --labels source",)
     ),
     "a rank of a model": Mistake(
-        f"transfer {PORT} --data rows.csv --rank 4 --out out", 2, ("they go with --as adapter",)
+        f"transfer {PORT} --data rows.csv --rank 4 --out out", 2, ("they go with --as adapter",), ("", "--as adapter")
     ),
     "rank and energy": Mistake(
-        f"transfer {PORT} --data rows.csv --as adapter --rank 4 --energy 0.9 --out out", 2, ("not both",)
+        f"transfer {PORT} --data rows.csv --as adapter --rank 4 --energy 0.9 --out out",
+        2,
+        ("not both",),
+        (" --energy 0.9", ""),
     ),
-    "a method without data": Mistake(f"transfer {PORT} --out out", 2, ("needs calibration data: pass --data",)),
-    "a plan without a fine-tune": Mistake("plan --source old --target new", 2, ("--finetuned is needed",)),
-    "a plan for devices": Mistake("plan --source old --target new --shapes-only", 2, ("needs --memory-budget",)),
+    "a method without data": Mistake(
+        f"transfer {PORT} --out out", 2, ("needs calibration data: pass --data",), ("", "--data rows.csv")
+    ),
+    "a plan without a fine-tune": Mistake(
+        "plan --source old --target new", 2, ("--finetuned is needed",), ("", "--finetuned tuned")
+    ),
+    "a plan for devices": Mistake(
+        "plan --source old --target new --shapes-only", 2, ("needs --memory-budget",), ("", "--memory-budget 8GiB")
+    ),
     "samples of an evaluation": Mistake(
-        "evaluate old --data rows.csv --samples 5", 2, ("--samples goes with --protocol linear-probe",)
+        "evaluate old --data rows.csv --samples 5",
+        2,
+        ("--samples goes with --protocol linear-probe",),
+        ("", "--protocol linear-probe"),
     ),
-    "an evaluation on nothing": Mistake("evaluate old", 2, ("pass --data to score models, or --ask with a prompt",)),
+    "an evaluation on nothing": Mistake(
+        "evaluate old", 2, ("pass --data to score models, or --ask with a prompt",), ("", "--data rows.csv")
+    ),
     "weights of a merge": Mistake(
-        "merge tuned lora --weights 1 --base old -o tau.safetensors", 2, ("2 fine-tunes and 1 --weights",)
+        "merge tuned lora --weights 1 --base old -o tau.safetensors",
+        2,
+        ("2 fine-tunes and 1 --weights",),
+        ("--weights 1", "--weights 1,1"),
     ),
     "the density of a merge": Mistake(
-        "merge tuned lora --rule ties --density 0 --base old -o tau.safetensors", 2, ("--density must be above 0",)
+        "merge tuned lora --rule ties --density 0 --base old -o tau.safetensors",
+        2,
+        ("--density must be above 0",),
+        ("--density 0", "--density 0.5"),
     ),
     # data
     "more samples than there are": Mistake(
-        f"transfer {PORT} --data rows.csv --samples 50 --out out", 1, ("asked for 50 samples but rows has 20",)
+        f"transfer {PORT} --data rows.csv --samples 50 --out out",
+        1,
+        ("asked for 50 samples but rows has 20",),
+        ("--samples 50", "--samples 20"),
     ),
     "more shots than there are": Mistake(
-        f"transfer {PORT} --data rows.csv --shots 50 --out out", 1, ("asked for 50 shots", "lower --shots")
+        f"transfer {PORT} --data rows.csv --shots 50 --out out",
+        1,
+        ("asked for 50 shots", "lower --shots"),
+        ("--shots 50", "--shots 2"),
     ),
     "an empty table": Mistake(f"upgrade {PORT} --data empty.jsonl --out out", 1, ("empty.jsonl is empty",)),
     "a folder without images": Mistake(f"plan {PORT} --data empty", 1, ("empty has no images",)),
     "a broken row": Mistake(
         f"upgrade {PORT} --data broken.jsonl --out out", 1, ("line 2 of broken.jsonl is not JSON",)
     ),
-    "unknown columns": Mistake(f"upgrade {PORT} --data other.csv --out out", 1, ("sentence", "--columns")),
+    "unknown columns": Mistake(
+        f"upgrade {PORT} --data other.csv --out out",
+        1,
+        ("sentence", "--columns"),
+        ("", "--columns text=sentence,label=mood"),
+    ),
     "a column that is not there": Mistake(
-        f"upgrade {PORT} --data rows.csv --columns text=body --out out", 1, ("rows.csv has no column body",)
+        f"upgrade {PORT} --data rows.csv --columns text=body --out out",
+        1,
+        ("rows.csv has no column body",),
+        ("text=body", "text=text"),
     ),
     "an unknown format": Mistake(f"upgrade {PORT} --data rows.xyz --out out", 1, ("the format of rows.xyz",)),
     "no training split": Mistake("distill --finetuned tuned --target new --data tests.csv --out out", 1, ("train",)),
-    "an unknown task": Mistake(f"transfer {PORT} --data svnh:rows.csv --out out", 1, ("Did you mean 'svhn'?",)),
+    "an unknown task": Mistake(
+        f"transfer {PORT} --data svnh:rows.csv --out out", 1, ("Did you mean 'svhn'?",), ("svnh", "svhn")
+    ),
     "classes that are not there": Mistake("evaluate old --data texts.jsonl --by-class", 1, ("has no classes",)),
     # other commands
     "two paths of a merge": Mistake(
@@ -242,6 +337,9 @@ def main() -> None:
             for mistake, about in MISTAKES.items():
                 code, text = run_here(about.words)
                 found[mistake] = {"code": code, "text": text, "torch": "torch" in sys.modules}
+            for mistake, about in MISTAKES.items():  # these load torch
+                if about.advised is not None:
+                    found[mistake]["corrected"] = run_here(about.corrected)[1]
             json.dump(found, sys.stdout)
             return
         print("| mistake | exit | seconds | message |\n|---|---|---|---|")
