@@ -498,3 +498,18 @@ class TestChromium:
             assert any("oh" in message for message in tab.messages)
             assert any("nothing" in message for message in tab.messages)
             assert any(url.endswith("other.png") for url in tab.requests)
+
+
+def test_the_routes_of_an_upgrade_fit_a_narrow_page(record: dict[str, Any]) -> None:
+    """Reasons are sentences below the table, a chosen route is a gain, and an empty column is left out."""
+    empty = {"score": None, "agreement": None, "flips": None, "neutral": None, "seconds": 0.0, "memory": None}
+    routes = [{"name": "copy", **empty, "note": "72 tensors have another shape"}, {"name": "port", **empty, "note": ""}]
+    page = report_page({**record, "outcome": "not measured", "routes": routes, "chosen": "port", "decision": "port"})
+    found = page.partition("route</th>")[2].partition("</table>")[0]
+    assert "memory" not in found
+    assert "another shape" not in found
+    assert '<p class="soft">copy: 72 tensors have another shape.</p>' in page
+    assert "<td>port <small>chosen</small></td>" in found
+    assert '<section class="answer good"' in page
+    with_memory = report_page({**record, "routes": [{**routes[1], "memory": 2**30}], "chosen": None})
+    assert "memory</th>" in with_memory.partition("route</th>")[2].partition("</table>")[0]

@@ -40,7 +40,7 @@ class Answer:
     def of(cls, record: Record) -> Answer:
         """The answer that a record holds; without a test split, that there is none and how to get one."""
         outcome = record.get("outcome", "not measured")
-        style, sign = STYLES[outcome]
+        style, sign = STYLES["gain" if record.get("chosen") else outcome]  # a route is chosen if it is clearly better
         scores, advice = _scores(record), record.get("recommendation") or MEASURE
         return cls(
             sentence=_sentence(record.get("headline") or UNMEASURED),
