@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +56,22 @@ class TestChoose:
     def test_only_a_certain_agreement_ends_the_search(self, judge: RouteJudge, wrong: int, ends: bool) -> None:
         """57 of 60 are 95 %, and below 90 % within what chance allows."""
         assert judge.agrees(row("copy", wrong)) is ends
+
+
+@pytest.mark.parametrize(("accuracy", "score", "flips"), [(2.0, 1.5, None), (6.0, 6.0, 1)])
+def test_answers_that_the_old_model_hardly_hits_are_measured_in_bits(
+    monkeypatch: pytest.MonkeyPatch, accuracy: float, score: float, flips: int | None
+) -> None:
+    data = Dataset(["a", "b"], None, (), targets=["1", "2"])
+    judge, ones = RouteJudge(data, data, None, None), np.ones(2, dtype=np.int64)
+    own = Evaluation(accuracy, 2, "perplexity", bits_per_character=1.5, predicted=ones, labels=ones)
+    monkeypatch.setattr(RouteJudge, "_ask", lambda *_: own)
+    monkeypatch.setattr(RouteJudge, "_own", lambda _, model: replace(own, predicted=np.array([1, model])))
+    model: Any = 1
+    assert judge.ask_old(model).score == score
+    worse: Any = 0
+    found = judge.score("port", worse)
+    assert (found.score, found.flips) == (score, flips)
 
 
 class TestWords:
