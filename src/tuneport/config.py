@@ -677,11 +677,18 @@ class DistillConfig(LessonsConfig):
     lora: int | None = option(None, help="Train a LoRA of this rank; write an adapter.", least=1, metavar="RANK")
     learning_rate: float | None = option(None, help="Highest rate (default: by the student's width).")
     batch_size: int | None = option(None, help="Samples of an update.", least=2)
+    shard: bool = option(False, help="Divide both models over the processes (FSDP).", group=MACHINE)
     overwrite: bool = OVERWRITE()
     sampler: str = SAMPLER()
 
     def check(self) -> None:
         super().check()
+        if self.shard and (self.lora is None or self.trust_remote_code):
+            raise OptionError(
+                "`shard` trains a LoRA of models without own code: pass `lora`, and no `trust_remote_code`."
+            )
+        if self.shard and self.synthetic is not None and self.generator is None and self.generator_url is None:
+            raise OptionError("sharded models write no samples: with `shard`, name a `generator` or a `generator_url`.")
         if self.learning_rate is not None and not 0 < self.learning_rate < 1e37:  # beyond, an update is no float32
             raise OptionError(f"`learning_rate` must be a number above 0 and below 1e37, got {self.learning_rate}.")
         if self.synthetic is None and (self.describe or self.generator or self.generator_url or self.keep_texts):

@@ -38,6 +38,7 @@ class Ranks:
 
 
 _here = Ranks()
+_divides = True
 
 
 @contextmanager
@@ -78,6 +79,22 @@ def _as(here: Ranks) -> Iterator[Ranks]:
         yield here
     finally:
         _here = before
+
+
+def turns() -> Ranks:
+    """The place of this process among those that divide the work; every process does all of it in `undivided`."""
+    return _here if _divides else Ranks()
+
+
+@contextmanager
+def undivided() -> Iterator[None]:
+    """Context in which all processes do the same work in step: each has a part of the models."""
+    global _divides
+    before, _divides = _divides, False
+    try:
+        yield
+    finally:
+        _divides = before
 
 
 @contextmanager
@@ -150,7 +167,9 @@ def divided(items: Sequence[A], work: Callable[[A], B]) -> list[B]:
     >>> divided([1, 2, 3], lambda number: number * number)
     [1, 4, 9]
     """
-    rank, size = _here.rank, _here.size
+    rank, size = turns().rank, turns().size
+    if size == 1:
+        return [work(item) for item in items]
     parts = from_all(agreed(lambda: [work(item) for item in items[rank::size]]))
     return [parts[place % size][place // size] for place in range(len(items))]
 

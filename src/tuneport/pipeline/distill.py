@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from ..methods import get_method
 from ..models.base import Model, ModelLike
 from ..models.change import change_of, opened
 from ..models.heads import Head, choose_head
-from ..models.open import dtype_on, open_both, path_of, pick_device, pick_dtype
+from ..models.open import dtype_on, open_both, outline_model, path_of, pick_device, pick_dtype
+from ..models.sharding import sharded
 from ..outputs import Output, Update, output_of
 from ..pairing import Plan
-from ..processes import by_first
+from ..processes import by_first, ranks, undivided
 from ..report.provenance import data_identity, identity_of, package_version, versions
 from ..report.record import to_json
 from ..runtime.resume import Work, fingerprint
@@ -123,15 +125,22 @@ def _prepare(
         raise TuneportError("an adapter or a task vector teaches together with its base: pass `source`.")
     base: Any = tuned if source is None else source
     dtype, _ = dtype_on(device, config.dtype, base, target)
-    models = open_both(
-        base,
-        target,
-        device=device,
-        dtype=pick_dtype(dtype),
-        trust_remote_code=config.trust_remote_code,
-    )
+    if config.shard and ranks().size == 1:
+        raise OptionError("`shard` divides models over several processes: start them with torchrun, or leave it out.")
+    if config.shard:
+        models = Sides(*(outline_model(model, dtype=pick_dtype(dtype)) for model in (base, target)))
+    else:
+        models = open_both(
+            base,
+            target,
+            device=device,
+            dtype=pick_dtype(dtype),
+            trust_remote_code=config.trust_remote_code,
+        )
     models = Sides(*(model.cut_at(config.max_length) for model in models))
     vector = TaskVector({}) if source is None else change_of(models.source, tuned)
+    if config.shard:
+        models, vector = Sides(sharded(models.source, vector, device), models.target), TaskVector({})
     for model in models:
         if model.encode is None:
             raise TuneportError(model.unreadable)
@@ -227,7 +236,11 @@ def _heads(models: Sides[Model], wanted: str | None, dataset: Dataset) -> Sides[
 
 def _taught(found: _Prepared, config: DistillConfig, events: Events | None = None, work: Work | None = None) -> Result:
     """Gather the lessons and teach them."""
-    events = events or Events()
+    with undivided() if config.shard else nullcontext():
+        return _lessons_taught(found, config, events or Events(), work)
+
+
+def _lessons_taught(found: _Prepared, config: DistillConfig, events: Events, work: Work | None) -> Result:
     synthetic = config.synthetic is not None
     own, test = found.own, found.test
     lessons = lessons_of(found.old, own, config, written=synthetic, test=test, work=work, events=events)

@@ -30,9 +30,10 @@ from ..errors import DataError, TuneportError
 from ..measure.samples import DatasetSamples, Samples
 from ..measure.signals import frozen
 from ..models.base import Model
+from ..models.sharding import as_parts, put_whole, shard, whole
 from ..models.tokenizer import Encoded
 from ..models.weights import finetuned
-from ..processes import divided
+from ..processes import by_first, divided
 from ..task_vectors.vector import TaskVector
 from ..types import Events, Sides
 from .augment import Reader
@@ -160,7 +161,7 @@ def distill(
     stops = {mark for mark in marks if 0 < mark <= steps}
     neutral = Neutral(target) if target.generates is not None else None
     if neutral is not None:
-        neutral.prepare()
+        neutral.prepare(predicted=config.shard)
 
     def loss_of(step: int, rows: Tensor) -> Tensor:
         if matching.augmented:
@@ -189,11 +190,11 @@ def distill(
             if step in stops:
                 run.mark(step, exam)
                 events.mark(run.curve[-1])
-            if saved is not None and (saved.due or step == steps):
+            if saved is not None and (step == steps or by_first(lambda: saved.due)):
                 run.save(step, saved)
     with torch.no_grad():
         for name, parameter in run.trained.items():
-            parameter.copy_(run.best[name])
+            put_whole(parameter, run.best[name])
     return Distilled(
         student,
         matching.name,
@@ -241,11 +242,12 @@ class _Run:
         tensors, content = found
         with torch.no_grad():
             for number, (name, parameter) in enumerate(self.trained.items()):
-                parameter.copy_(tensors[f"now.{name}"])
+                put_whole(parameter, tensors[f"now.{name}"])
                 self.optimizer.state[parameter] = {
-                    key: tensors[f"adam.{number}.{key}"].to(parameter.device if key != "step" else "cpu")
-                    for key in ("step", "exp_avg", "exp_avg_sq")
+                    key: as_parts(tensors[f"adam.{number}.{key}"].to(parameter.device), parameter)
+                    for key in ("exp_avg", "exp_avg_sq")
                 }
+                self.optimizer.state[parameter]["step"] = tensors[f"adam.{number}.step"]
         self.best = {name: tensors[f"best.{name}"] for name in self.trained}
         self.losses = list(tensors["losses"]) if "losses" in tensors else []
         self.curve, self.best_step = [Mark(**mark) for mark in content["curve"]], content["best"]
@@ -253,11 +255,11 @@ class _Run:
         return int(content["step"])
 
     def save(self, step: int, saved: StateFile) -> None:
-        tensors = {f"now.{name}": parameter.detach() for name, parameter in self.trained.items()}
+        tensors = {f"now.{name}": whole(parameter.detach()) for name, parameter in self.trained.items()}
         tensors |= {f"best.{name}": tensor for name, tensor in self.best.items()}
         for number, parameter in enumerate(self.trained.values()):
             state = self.optimizer.state[parameter]
-            tensors |= {f"adam.{number}.{key}": torch.as_tensor(value) for key, value in state.items()}
+            tensors |= {f"adam.{number}.{key}": whole(torch.as_tensor(value)) for key, value in state.items()}
         if self.losses:
             tensors["losses"] = torch.stack(self.losses)
         curve = [asdict(mark) for mark in self.curve]
@@ -302,7 +304,9 @@ class _Run:
         self.groups.append([float(value) for _, value, _ in judged] if self.matching.apart else [])
         most = math.inf if self.neutral is None else (1 + TOLERANCE) * self.neutral.base
         if last_is_best(self.curve, self.groups, most):
-            self.best = {name: parameter.detach().to("cpu", copy=True) for name, parameter in self.trained.items()}
+            self.best = {
+                name: whole(parameter.detach()).to("cpu", copy=True) for name, parameter in self.trained.items()
+            }
             self.best_step = step
 
     def _judged(self, number: int, count: int, read: Callable[[], Sides[Encoded]]) -> tuple[int, Tensor, Tensor]:
@@ -433,8 +437,12 @@ def teach(
     source, events = samples.models.source, events or Events()
     samples = replace(samples, models=Sides(source, target))
     for model in samples.models:
-        model.require_in_memory("a distillation", "give a larger one, or distill on a larger machine")
+        if not config.shard:
+            model.require_in_memory("a distillation", "give a larger one, or distill on a larger machine")
     student = student_of(target, start, config.lora, config.seed)
+    if config.shard:
+        shard(target, student.module, source.device)
+        samples = replace(samples, models=Sides(source, target.with_module(student.module)))  # a LoRA begins at zero
     started = time.perf_counter()
     with finetuned(source, change):
         found = distill(samples, student.module, config, extra=extra, events=events, saved=saved)

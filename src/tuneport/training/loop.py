@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from ..errors import TuneportError
 from ..io.tensors import all_finite
-from ..processes import ranks, summed
+from ..models.sharding import own_part
+from ..processes import summed, turns
 
 BatchLoss = Callable[[int, Tensor], Tensor]  # step (0-based) and row numbers -> mean loss of these samples
 
@@ -112,7 +113,7 @@ def run_steps(
     """
     pace = pace or Pace()
     stops, lengths = pace.stops, pace.lengths
-    device, here = next(module.parameters()).device, ranks()
+    device, here = next(module.parameters()).device, turns()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     unchecked: list[Tensor] = []  # losses that are still on the device
 
@@ -158,14 +159,14 @@ def run_steps(
             unchecked.clear()
         if step + 1 in stops:
             for key, parameter in module.named_parameters():
-                finite = not parameter.requires_grad or all_finite(parameter.detach())
+                finite = not parameter.requires_grad or all_finite(own_part(parameter.detach()))
                 check(finite, f"{key} holds NaN or infinite values after step {step + 1}")
         yield step + 1, last
 
 
 def _of_all(trained: Sequence[nn.Parameter], loss: Tensor) -> Tensor:
     """Sum gradients over the processes, in place, and return the sum of their losses."""
-    if ranks().size == 1:
+    if turns().size == 1:
         return loss
     has = torch.tensor([float(parameter.grad is not None) for parameter in trained], device=loss.device)
     own = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]

@@ -46,9 +46,14 @@ class Neutral:
         """The loss of the model as it is, in nats per token."""
         return self.loss(self.model.module)
 
-    def prepare(self) -> None:
-        """Write the passages that anchor: several processes do that together, and anchor one by one."""
-        _ = self._anchoring
+    def prepare(self, *, predicted: bool = False) -> None:
+        """Write the passages that anchor: several processes do that together, and anchor one by one.
+
+        With `predicted`, also ask the model all that it will be asked: it is the student's own module at the start.
+        """
+        for number in range(len(self._anchoring) if predicted else 0):
+            self._kept(number)
+        _ = self.base if predicted else None
 
     def loss(self, module: nn.Module) -> float:
         """The mean loss of a token of the passages that judge."""

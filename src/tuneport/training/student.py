@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import TuneportError
 from ..models.base import Model
+from ..models.sharding import whole
 from ..task_vectors.low_rank import Entry, LowRank, truncate
 from ..task_vectors.vector import TaskVector
 
@@ -73,7 +74,7 @@ class _Lora(Student):
 
     def _entry(self, path: str) -> Entry:
         layer = self.module.get_submodule(path)
-        A, B = (factor.detach().float().cpu().clone() for factor in _factors(layer))
+        A, B = (whole(factor.detach()).float().cpu().clone() for factor in _factors(layer))
         return LowRank(A.T.contiguous(), B.T.contiguous()) if _transposed(layer) else LowRank(B, A)
 
 
