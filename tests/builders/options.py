@@ -39,6 +39,7 @@ WITH: dict[str, dict[str, Any]] = {  # options that go with another one
     "samples": {"protocol": "linear-probe"},
     "shapes_only": {"memory_budget": 2**30},
     **{name: {"synthetic": 99} for name in ("describe", "generator", "generator_url", "keep_texts")},
+    "shard": {"lora": 4},
 }
 NUMBERS = (
     "samples",
