@@ -40,16 +40,14 @@ from tuneport.cli import app
 from tuneport.data.dataset import UNLABELLED, Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.measure import accuracy, language, objectives
+from tuneport.measure import accuracy, language
 from tuneport.measure.objectives import (
     OBJECTIVES,
-    TokenLoss,
     batch_for,
     choose_objective,
     load_loss,
     next_tokens,
     questions_at_once,
-    sample_losses,
     token_cross_entropy,
 )
 from tuneport.models.base import Model
@@ -135,32 +133,6 @@ def test_tokens_before_the_first_answer_are_not_scored(models: dict[str, Model],
     assert [part.shape[1] for part in seen] == [labels.shape[1] - first + 1, labels.shape[1]]
     assert torch.equal(kept, labels[:, first:])
     torch.testing.assert_close(scores, whole[:, first - 1 : -1], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("alone", [True, False])
-def test_texts_run_without_the_padding_that_they_do_not_need(
-    models: dict[str, Model], alone: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = models["llama"]
-    widest = max(max(layer.in_features, layer.out_features) for layer in model.layers)
-    monkeypatch.setattr(objectives, "FILLED", widest + (not alone))
-    prompts = ["the cat", "a small dog barked at the tall man", "the river", "a ship sat on the mat"]
-    batch = batch_for(model, OBJECTIVES["causal"].encode(model, data(prompts, targets=["in town", "of stone"] * 2)))
-    loss, shapes = TokenLoss(model), list[tuple[int, ...]]()
-    hook = model.module.register_forward_pre_hook(
-        lambda _m, _a, given: shapes.append(tuple(given["input_ids"].shape)), with_kwargs=True
-    )
-    try:
-        with torch.no_grad():
-            found = loss.each(model.module, batch)
-    finally:
-        hook.remove()
-    lengths = batch[0]["attention_mask"].sum(1).tolist()
-    assert len(set(lengths)) > 2
-    assert shapes == ([(1, length) for length in lengths] if alone else [(4, max(lengths))])
-    with torch.no_grad():
-        whole = sample_losses(*next_tokens(model, model.module, batch))
-    torch.testing.assert_close(found, whole, rtol=1e-5, atol=0)
 
 
 def test_a_model_that_cannot_leave_scores_out_has_the_same_loss(models: dict[str, Model]) -> None:

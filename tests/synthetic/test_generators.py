@@ -92,7 +92,7 @@ def test_a_server_that_drips_is_given_up(server: Server) -> None:
 
 def test_no_server_and_no_model_are_said(server: Server) -> None:
     server.script = [(200, b'{"data": []}', 0.0)]
-    with pytest.raises(TuneportError, match="lists no model. Check that the server has /v1/models"):
+    with pytest.raises(TuneportError, match=r"lists no model\. Check that the server has /v1/models"):
         ServerGenerator(server.url).write(["a"], LINE)
     with serving() as gone:
         url = gone.url

@@ -21,7 +21,7 @@ from ..processes import divided
 from ..types import Progress
 from .accuracy import Evaluation, Protocol, check_samples
 from .chance import ratio, standard_error
-from .objectives import batch_for, choose_objective, next_tokens, questions_at_once, rows_at_once, sample_losses
+from .objectives import batch_for, choose_objective, next_tokens, questions_at_once, sample_losses
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     special tokens and the end of a turn do not count.
     """
     _check(model, data)
-    found = _score(model, data, rows_at_once(model, batch_size), progress)
+    found = _score(model, data, batch_size, progress)
     if not found.tokens.sum():
         raise DataError(f"{data} has no token to predict: its texts are empty, or of one token each.")
     return found.evaluation(100.0 * float(found.right.sum() / found.tokens.sum()), len(data), "perplexity")
@@ -95,7 +95,7 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
 
 def answer_likelihoods(model: Model, data: Dataset, *, batch_size: int = 32) -> NDArray[np.float64]:
     """The mean log-likelihood of a token of each sample's answer (N,)."""
-    found = _score(model, data, rows_at_once(model, batch_size))
+    found = _score(model, data, batch_size)
     likelihoods: NDArray[np.float64] = -found.losses / np.maximum(found.tokens, 1)
     return likelihoods
 

@@ -11,7 +11,6 @@ from ..models.heads import Head
 from ..models.offload import Placement
 from ..pairing import Plan
 from ..types import Loss, Sides, Signal
-from .objectives import rows_at_once
 from .samples import Samples, UserBatches
 from .tokens import Match
 
@@ -125,12 +124,9 @@ class Measurement:
 
         On a CPU a few are faster than many, since they stay in its caches, and need less memory: eight, or as many as
         have the units of eight in a layer of width 1,024, for narrow models, whose passes cost calls, not arithmetic.
-        Texts that a wide language model predicts run one by one, see `rows_at_once`.
         """
         if self.target.device.type != "cpu":
             return None
-        if rows_at_once(self.target, 2) == 1:
-            return 1
         layers = (layer for model in self.models for layer in model.layers)
         widest = max((max(layer.in_features, layer.out_features) for layer in layers), default=1024)
         return max(8, 8 * 1024 // widest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,6 @@ from ..types import Loss
 from .tokens import scores_on
 
 CONTRASTED = 32  # pairs of texts that are compared with one another
-FILLED = 1024  # width of a layer from which on a text alone fills a CPU
 ANSWERS_AT_ONCE = 4  # rows of answers for each sample of the batch size, if a model reads a question once
 
 
@@ -161,8 +160,7 @@ class TokenLoss:
 
     def each(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], counts: Sequence[int] = ()) -> Tensor:
         """The sums of the samples (N,), in float64 on the CPU; `counts` as for `next_tokens`."""
-        parts = [batch] if counts else rows_of(self.model, batch)
-        return torch.cat([sample_losses(*next_tokens(self.model, module, part, counts)).cpu() for part in parts])
+        return sample_losses(*next_tokens(self.model, module, batch, counts)).cpu()
 
 
 def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -173,9 +171,8 @@ def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def sample_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """The cross-entropy of each sample (N,), the sum over its tokens in float64."""
-    scores = widened(logits.flatten(0, 1))  # a row for each token: (N, vocabulary, T) would be copied
-    losses = F.cross_entropy(scores, labels.flatten(), ignore_index=UNLABELLED, reduction="none")
-    return losses.view(labels.shape).double().sum(1)
+    losses = F.cross_entropy(widened(logits).transpose(1, 2), labels, ignore_index=UNLABELLED, reduction="none")
+    return losses.double().sum(1)
 
 
 def next_tokens(
@@ -202,22 +199,6 @@ def next_tokens(
     if model.generates == "causal":
         return logits[:, :-1], labels[:, first + 1 :]
     return logits[:, first:], labels[:, first:]
-
-
-def rows_at_once(model: Model, most: int) -> int:
-    """How many texts run together: on a CPU one, if it fills the units, since all are padded to the longest."""
-    widest = max((max(layer.in_features, layer.out_features) for layer in model.layers), default=0)
-    return 1 if widest >= FILLED and model.device.type == "cpu" and model.generates == "causal" else most
-
-
-def rows_of(model: Model, batch: tuple[dict[str, Tensor], Tensor]) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """The batch, or each of its texts without padding, as they run together."""
-    inputs, labels = batch
-    if rows_at_once(model, len(labels)) == len(labels):
-        yield batch
-        return
-    for at, length in enumerate(inputs["attention_mask"].sum(1).tolist()):  # padding is on the right
-        yield {key: value[at : at + 1, :length] for key, value in inputs.items()}, labels[at : at + 1, :length]
 
 
 def questions_at_once(model: Model, batch_size: int, answers: int) -> int:
