@@ -51,9 +51,9 @@ class Neutral:
 
         With `predicted`, also ask the model all that it will be asked: it is the student's own module at the start.
         """
-        for number in range(len(self._anchoring) if predicted else 0):
-            self._kept(number)
-        _ = self.base if predicted else None
+        count = len(self._anchoring)
+        if predicted:
+            _ = self.base, [self._kept(number) for number in range(count)]
 
     def loss(self, module: nn.Module) -> float:
         """The mean loss of a token of the passages that judge."""
