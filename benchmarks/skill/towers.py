@@ -243,7 +243,8 @@ def _few_shot(place: Place, cell: Cell) -> dict[str, Any]:
 def _extra(place: Place, task: str) -> Path:
     """Images of another data set: the same for all draws."""
     images = read(place.shared, OTHER[task], place.small).draw(0, EXTRA)[0]
-    return _write(place.folder(f"extra-{task}.npz"), images)
+    folder = place.folder(f"extra-{task}")
+    return _write(folder.with_name(f"{folder.name}.npz"), images)
 
 
 def _write(path: Path, images: Array) -> Path:

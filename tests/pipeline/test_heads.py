@@ -35,7 +35,7 @@ from tuneport.models.open import as_classifier, describe_module, open_model
 from tuneport.outputs import ModelOutput
 from tuneport.pipeline.scale import Judge, ScaleChoice, choose_on_halves
 from tuneport.task_vectors.vector import TaskVector
-from tuneport.types import Events, ScaleRule
+from tuneport.types import ScaleRule
 
 
 @pytest.fixture
@@ -425,7 +425,7 @@ class TestJudges:
         seen: list[list[TaskVector]] = []
 
         def chosen(
-            judge: Judge, sides: tuple[Measurement, Measurement], moved: Iterable[Transfer], rule: ScaleRule, _: Events
+            judge: Judge, sides: tuple[Measurement, Measurement], moved: Iterable[Transfer], rule: ScaleRule, *_: object
         ) -> ScaleChoice:
             done = list(moved)
             seen.append([each.task_vector for each in done])
