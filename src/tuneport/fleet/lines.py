@@ -37,7 +37,7 @@ class ListError(OptionError):
             by_reason.setdefault(shortened(reason.rstrip("."), 400), []).append(str(number))
         named = {reason: f"line{'s' if len(at) > 1 else ''} {', '.join(at)}" for reason, at in by_reason.items()}
         said = "; ".join(f"{lines}: {reason}" for reason, lines in named.items())
-        Exception.__init__(self, f"{place}: {said}.")
+        Exception.__init__(self, f"{place}: {said}{'' if said.endswith('?') else '.'}")
 
 
 @dataclass(frozen=True)
