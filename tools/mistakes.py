@@ -36,12 +36,11 @@ class Mistake:
     words: str
     code: int
     said: tuple[str, ...]
-    advised: tuple[str, str] | None = None
+    advised: tuple[str, str]
 
     @property
     def corrected(self) -> str:
         """The command line after the advice."""
-        assert self.advised is not None
         wrong, right = self.advised
         return self.words.replace(wrong, right) if wrong else f"{self.words} {right}"
 
@@ -76,14 +75,19 @@ MISTAKES = {
         "transfer --source ./a --finetuned ./b --target ./c --data ./d --out out",
         1,
         ("no model at ./a", "no fine-tune at ./b", "no model at ./c", "no data at ./d"),
+        ("./a --finetuned ./b --target ./c --data ./d", "old --finetuned tuned --target new --data rows.csv"),
     ),
     "a hub id that does not exist": Mistake(
-        "evaluate no-such-model-anywhere --data rows.csv", 1, ("the hub has no such model, or it cannot be reached",)
+        "evaluate no-such-model-anywhere --data rows.csv",
+        1,
+        ("the hub has no such model, or it cannot be reached",),
+        ("no-such-model-anywhere", "old"),
     ),
     "a folder without a model": Mistake(
         "transfer --source empty --finetuned tuned --target new --data rows.csv --out out",
         1,
         ("empty is not a model: no config.json in it",),
+        ("--source empty", "--source old"),
     ),
     "an adapter as target": Mistake(
         "transfer --source old --finetuned tuned --target lora --data rows.csv --out out",
@@ -95,15 +99,22 @@ MISTAKES = {
         "transfer --source old --finetuned parts --target new --data rows.csv --out out",
         1,
         ("parts holds the factors of a LoRA", "adapter_config.json"),
+        ("parts", "lora"),
     ),
     "an existing output": Mistake(
         f"transfer {PORT} --data rows.csv --out made", 1, ("made exists", "--overwrite"), ("", "--overwrite")
     ),
     "a file as output folder": Mistake(
-        f"upgrade {PORT} --data rows.csv --out rows.csv --overwrite", 1, ("rows.csv is not a folder",)
+        f"upgrade {PORT} --data rows.csv --out rows.csv --overwrite",
+        1,
+        ("rows.csv is not a folder",),
+        ("--out rows.csv", "--out out"),
     ),
     "an input as output": Mistake(
-        f"transfer {PORT} --data rows.csv --out old --overwrite", 1, ("old cannot be overwritten: it holds the input",)
+        f"transfer {PORT} --data rows.csv --out old --overwrite",
+        1,
+        ("old cannot be overwritten: it holds the input",),
+        ("--out old", "--out out"),
     ),
     "a task vector without its suffix": Mistake(
         f"transfer {PORT} --data rows.csv --as task-vector --out tau",
@@ -119,7 +130,10 @@ MISTAKES = {
         ("crs", "cars"),
     ),
     "a head file": Mistake(
-        f"transfer {PORT} --data rows.csv --head heads/none.safetensors --out out", 1, ("old has no head", "new has no")
+        f"transfer {PORT} --data rows.csv --head heads/none.safetensors --out out",
+        1,
+        ("old has no head", "new has no"),
+        ("heads/none.safetensors", "old/heads/cars.safetensors"),
     ),
     "a head of an evaluation": Mistake(
         "evaluate old --data rows.csv --head crs", 1, ("old has no head 'crs'",), ("crs", "cars")
@@ -132,18 +146,22 @@ MISTAKES = {
         ("--samples 0", "--samples 1"),
     ),
     "words for samples": Mistake(
-        f"transfer {PORT} --data rows.csv --samples many --out out", 2, ("'--samples'", "integer")
+        f"transfer {PORT} --data rows.csv --samples many --out out", 2, ("'--samples'", "integer"), ("many", "4")
     ),
     "a scale": Mistake(
         f"transfer {PORT} --data rows.csv --scale strong --out out", 2, ("--scale must be a number",), ("strong", "1")
     ),
     "a scale that is no number": Mistake(
-        f"transfer {PORT} --data rows.csv --scale nan --out out", 2, ("--scale must be a finite number",)
+        f"transfer {PORT} --data rows.csv --scale nan --out out",
+        2,
+        ("--scale must be a finite number",),
+        ("nan", "safe"),
     ),
     "several options": Mistake(
         f"transfer {PORT} --data rows.csv --scale strong --samples 0 --dtype half --out out",
         2,
         ("--scale must be", "--samples must be", "unknown dtype 'half'"),
+        ("strong --samples 0 --dtype half", "auto --samples 1 --dtype float32"),
     ),
     "a method": Mistake(
         f"transfer {PORT} --data rows.csv --method bicco --out out", 2, ("Did you mean 'bico'?",), ("bicco", "bico")
@@ -160,9 +178,24 @@ MISTAKES = {
     "a device": Mistake(
         f"transfer {PORT} --data rows.csv --device gpu --out out", 2, ("device 'gpu'", "Pass auto"), ("gpu", "auto")
     ),
-    "a dtype": Mistake("distill --finetuned tuned --target new --data rows.csv --out out --dtype f16", 2, ("Known:",)),
-    "roles": Mistake(f"transfer {PORT} --data rows.csv --roles up --out out", 2, ("--roles takes SOURCE=TARGET",)),
-    "columns": Mistake(f"upgrade {PORT} --data rows.csv --columns text --out out", 2, ("expected NAME=COLUMN",)),
+    "a dtype": Mistake(
+        "distill --finetuned tuned --target new --data rows.csv --out out --dtype f16",
+        2,
+        ("Known:",),
+        ("f16", "float16"),
+    ),
+    "roles": Mistake(
+        f"transfer {PORT} --data rows.csv --roles up --out out",
+        2,
+        ("--roles takes SOURCE=TARGET",),
+        ("--roles up", "--roles up=fc1"),
+    ),
+    "columns": Mistake(
+        f"upgrade {PORT} --data rows.csv --columns text --out out",
+        2,
+        ("expected NAME=COLUMN",),
+        ("--columns text", "--columns text=text,label=label"),
+    ),
     "a memory budget": Mistake(
         f"plan {PORT} --data rows.csv --memory-budget lots", 2, ("such as 8GiB",), ("lots", "8GiB")
     ),
@@ -176,13 +209,18 @@ MISTAKES = {
         f"upgrade {PORT} --data rows.csv --time soon --out out", 2, ("such as 90s, 10m or 2h",), ("soon", "10m")
     ),
     "a learning rate": Mistake(
-        "distill --finetuned tuned --target new --data rows.csv --out out --learning-rate 0", 2, ("above 0",)
+        "distill --finetuned tuned --target new --data rows.csv --out out --learning-rate 0",
+        2,
+        ("above 0",),
+        ("--learning-rate 0", "--learning-rate 0.001"),
     ),
     "an option": Mistake(
         f"transfer {PORT} --data rows.csv --smaples 5 --out out", 2, ("--smaples", "--samples"), ("smaples", "samples")
     ),
-    "a command": Mistake("trasnfer", 2, ("trasnfer", "transfer")),
-    "no output": Mistake(f"transfer {PORT} --data rows.csv", 2, ("--out",)),
+    "a command": Mistake(
+        "trasnfer", 2, ("trasnfer", "transfer"), ("trasnfer", f"transfer {PORT} --data rows.csv --out out")
+    ),
+    "no output": Mistake(f"transfer {PORT} --data rows.csv", 2, ("--out",), ("", "--out out")),
     # combinations
     "samples and shots": Mistake(
         f"transfer {PORT} --data rows.csv --samples 4 --shots 2 --out out",
@@ -191,7 +229,10 @@ MISTAKES = {
         (" --shots 2", ""),
     ),
     "shots of labels that are not used": Mistake(
-        f"transfer {PORT} --data rows.csv --labels source --shots 2 --out out", 2, ("with --labels source",)
+        f"transfer {PORT} --data rows.csv --labels source --shots 2 --out out",
+        2,
+        ("with --labels source",),
+        (" --shots 2", ""),
     ),
     "a rank of a model": Mistake(
         f"transfer {PORT} --data rows.csv --rank 4 --out out", 2, ("they go with --as adapter",), ("", "--as adapter")
@@ -245,10 +286,17 @@ MISTAKES = {
         ("asked for 50 shots", "lower --shots"),
         ("--shots 50", "--shots 2"),
     ),
-    "an empty table": Mistake(f"upgrade {PORT} --data empty.jsonl --out out", 1, ("empty.jsonl is empty",)),
-    "a folder without images": Mistake(f"plan {PORT} --data empty", 1, ("empty has no images",)),
+    "an empty table": Mistake(
+        f"upgrade {PORT} --data empty.jsonl --out out", 1, ("empty.jsonl is empty",), ("empty.jsonl", "rows.csv")
+    ),
+    "a folder without images": Mistake(
+        f"plan {PORT} --data empty", 1, ("empty has no images",), ("--data empty", "--data images")
+    ),
     "a broken row": Mistake(
-        f"upgrade {PORT} --data broken.jsonl --out out", 1, ("line 2 of broken.jsonl is not JSON",)
+        f"upgrade {PORT} --data broken.jsonl --out out",
+        1,
+        ("line 2 of broken.jsonl is not JSON",),
+        ("broken.jsonl", "mended.jsonl"),
     ),
     "unknown columns": Mistake(
         f"upgrade {PORT} --data other.csv --out out",
@@ -262,18 +310,34 @@ MISTAKES = {
         ("rows.csv has no column body",),
         ("text=body", "text=text"),
     ),
-    "an unknown format": Mistake(f"upgrade {PORT} --data rows.xyz --out out", 1, ("the format of rows.xyz",)),
-    "no training split": Mistake("distill --finetuned tuned --target new --data tests.csv --out out", 1, ("train",)),
+    "an unknown format": Mistake(
+        f"upgrade {PORT} --data rows.xyz --out out", 1, ("the format of rows.xyz",), ("rows.xyz", "rows.csv")
+    ),
+    "no training split": Mistake(
+        "distill --finetuned tuned --target new --data tests.csv --out out", 1, ("train",), ("tests.csv", "whole.csv")
+    ),
     "an unknown task": Mistake(
         f"transfer {PORT} --data svnh:rows.csv --out out", 1, ("Did you mean 'svhn'?",), ("svnh", "svhn")
     ),
-    "classes that are not there": Mistake("evaluate old --data texts.jsonl --by-class", 1, ("has no classes",)),
+    "classes that are not there": Mistake(
+        "evaluate old --data texts.jsonl --by-class", 1, ("has no classes",), (" --by-class", "")
+    ),
     # other commands
     "two paths of a merge": Mistake(
-        "merge ./a ./b --base old -o tau.safetensors", 1, ("no fine-tune at ./a", "no fine-tune at ./b")
+        "merge ./a ./b --base old -o tau.safetensors",
+        1,
+        ("no fine-tune at ./a", "no fine-tune at ./b"),
+        ("./a ./b", "tuned lora"),
     ),
-    "a task vector": Mistake("apply ./tau.safetensors old -o out", 1, ("no task vector at ./tau.safetensors",)),
-    "the base of an extraction": Mistake("extract ./odl tuned -o tau.safetensors", 1, ("no model at ./odl",)),
+    "a task vector": Mistake(
+        "apply ./tau.safetensors old -o out",
+        1,
+        ("no task vector at ./tau.safetensors",),
+        ("./tau.safetensors", "change.safetensors"),
+    ),
+    "the base of an extraction": Mistake(
+        "extract ./odl tuned -o tau.safetensors", 1, ("no model at ./odl",), ("./odl", "old")
+    ),
 }
 
 
@@ -294,9 +358,16 @@ def make_scene(folder: Path) -> None:
     (folder / "rows.csv").write_text("text,label\n" + rows)
     (folder / "other.csv").write_text("sentence,mood\nfine,good\n")
     (folder / "tests.csv").write_text("text,label,split\nfine,good,test\n")
+    (folder / "whole.csv").write_text("text,label\nfine,good\n")
     (folder / "rows.xyz").write_text("")
     (folder / "empty.jsonl").write_text("")
     (folder / "texts.jsonl").write_text('{"text": "a text"}\n')
+    (folder / "mended.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    change = {"layer.weight": np.ones((1, 4), np.float32)}
+    save_file(change, folder / "change.safetensors", {"format": "tuneport-task-vector"})
+    for name in ("cat", "dog"):
+        (folder / "images" / name).mkdir(parents=True)
+        (folder / "images" / name / "1.ppm").write_bytes(b"P6 1 1 255 abc")
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
 
 
@@ -338,8 +409,7 @@ def main() -> None:
                 code, text = run_here(about.words)
                 found[mistake] = {"code": code, "text": text, "torch": "torch" in sys.modules}
             for mistake, about in MISTAKES.items():  # these load torch
-                if about.advised is not None:
-                    found[mistake]["corrected"] = run_here(about.corrected)[1]
+                found[mistake]["corrected"] = run_here(about.corrected)[1]
             json.dump(found, sys.stdout)
             return
         print("| mistake | exit | seconds | message |\n|---|---|---|---|")

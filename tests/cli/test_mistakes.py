@@ -41,7 +41,7 @@ def test_is_refused_before_torch_is_loaded(answers: dict[str, Any], mistake: str
     assert not found["torch"]
 
 
-@pytest.mark.parametrize("mistake", [name for name, about in MISTAKES.items() if about.advised is not None])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_advice_helps(answers: dict[str, Any], mistake: str) -> None:
     """The corrected command says something else: the models of the scene have no weights."""
     text = answers[mistake]["corrected"]
@@ -51,7 +51,6 @@ def test_the_advice_helps(answers: dict[str, Any], mistake: str) -> None:
 
 def test_there_are_enough() -> None:
     assert len(MISTAKES) >= 43
-    assert sum(about.advised is not None for about in MISTAKES.values()) >= 30
 
 
 def test_the_names_are_those_of_the_registries() -> None:
