@@ -171,8 +171,9 @@ def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def sample_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """The cross-entropy of each sample (N,), the sum over its tokens in float64."""
-    losses = F.cross_entropy(widened(logits).transpose(1, 2), labels, ignore_index=UNLABELLED, reduction="none")
-    return losses.double().sum(1)
+    scores = widened(logits.flatten(0, 1))
+    losses = F.cross_entropy(scores, labels.flatten(), ignore_index=UNLABELLED, reduction="none")
+    return losses.view_as(labels).double().sum(1)
 
 
 def next_tokens(
