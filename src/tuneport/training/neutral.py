@@ -71,9 +71,9 @@ class Neutral:
         """How far the student's predictions are from the model's own, as a Kullback-Leibler divergence per token."""
         number = step % len(self._anchoring)
         logits, labels = self._scores(module, self._anchoring[number])
-        logs = widened(logits[labels != UNLABELLED]).log_softmax(-1)
+        scores = widened(logits[labels != UNLABELLED])
         likely, tokens = self._kept(number)
-        found = logs.gather(1, tokens)
+        found = scores.gather(1, tokens) - scores.logsumexp(1, keepdim=True)
         rest, others = (_rest(each) for each in (likely, found))
         wanted, given = torch.cat([likely, rest], 1), torch.cat([found, others], 1)
         return WEIGHT * F.kl_div(given, wanted, log_target=True, reduction="batchmean")
