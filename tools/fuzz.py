@@ -2,10 +2,11 @@
 
 Takes small good files of every kind that is read (weights, indexes, pickles, configurations, models that run,
 tokenizers, heads, task vectors, adapters and their patterns, tables, Parquet, archives, images, recipes, prompts,
-answers of servers, saved work), spoils them at random, or puts a pipe, a link or a bomb in their place, and reads them;
-the command line is run as well. Counted: good reads, refusals, and what must not happen: other exceptions, more than
-10 s of CPU time or 120 s, more memory than docs/limits.md allows, messages of several lines or over 2,000 characters,
-files opened for writing outside the folder, code run from a pickle. Exits 1 if any of these happened.
+answers of servers, lists of fleets, saved work), spoils them at random, or puts a pipe, a link or a bomb in their
+place, and reads them; the command line is run as well. Counted: good reads, refusals, and what must not happen: other
+exceptions, more than 10 s of CPU time or 120 s, more memory than docs/limits.md allows, messages of several lines or
+over 2,000 characters (50,000 of a list, which names its wrong lines), files opened for writing outside the folder, code
+run from a pickle. Exits 1 if any of these happened.
 
 Bombs, models that run, pipes and commands are read in a process of their own with limits. Case N is the same
 whatever the number of jobs is: `--only N` repeats it.
@@ -39,7 +40,6 @@ SLOW = 10.0  # seconds of CPU time
 HANGS = 120.0  # seconds
 LOOPBACK = "127.0.0.1"  # where servers of cases listen
 CHEAP = 4  # cases that are read in the process itself, for one that has a process of its own
-LONGEST = 2000  # characters of a message
 MIB = 2**20
 BASE_MEMORY = 320 * MIB  # what docs/limits.md allows for a row, a header or a configuration, and code that is loaded
 ADDRESSES = 4 * 2**30  # further address space that a process of its own may take
@@ -108,7 +108,7 @@ def read(kind: Any, path: Path, guard: Guard) -> dict[str, Any]:
         kind.read(path)
     except TuneportError as error:
         outcome, text = "refused", str(error).strip()
-        if "\n" in text or len(text) > LONGEST:
+        if "\n" in text or len(text) > kind.longest:
             wrong.append(f"a message of {len(text)} characters: {text!r:.200}")
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
@@ -251,10 +251,10 @@ def report(results: list[dict[str, Any]], seconds: float) -> str:
         f"{len(results)} spoiled files, pipes, links, bombs and commands of {len(rows)} kinds. Refused: a "
         "TuneportError of one line. Wrong: any other end.",
         "",
-        f"{len(failures)} failures: other exceptions, over {SLOW:.0f} s of CPU time or {HANGS:.0f} s, messages over "
-        f"{LONGEST} characters or of several lines, writes outside, code run, or more memory than {BASE_MEMORY // MIB} "
-        "MiB and four times what a table or an archive may unpack to. While fuzzing that is 64 MiB for archives and "
-        "Parquet files and 2 MiB for other tables in place of 4 GiB.",
+        f"{len(failures)} failures: other exceptions, over {SLOW:.0f} s of CPU time or {HANGS:.0f} s, messages "
+        "over 2000 characters (50000 of a list, which names its wrong lines) or of several lines, writes outside, code "
+        f"run, or more memory than {BASE_MEMORY // MIB} MiB and four times what a table or an archive may unpack to. "
+        "While fuzzing that is 64 MiB for archives and Parquet files and 2 MiB for other tables in place of 4 GiB.",
         *(f"- {failure}" for failure in failures[:100]),
         "",
         "| kind | read | refused | wrong | most seconds of CPU time | most MiB |",

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from fuzz_lessons import lessons
+from fuzz_lists import lists
 from fuzz_spoil import (
     odd_adapter,
     odd_arrays,
@@ -82,6 +83,7 @@ class Kind:
     alone: bool = False
     unpacked: int = 0  # bytes that it may unpack to, a quarter of what it may take in memory
     put: Callable[[Path, bytes], object] = Path.write_bytes
+    longest: int = 2000  # characters of a message
 
 
 class Trap:
@@ -222,6 +224,7 @@ def kinds(root: Path) -> Iterator[Kind]:
     yield from bombs(root)
     yield from special_files(root)
     yield from lessons(root, Kind)
+    yield from lists(root, Kind)
     yield from commands(root)
     yield Kind("recipe of odd values", "recipe.toml", odd_recipe, read_recipe)
     yield Kind("patterns of an adapter", "adapter/adapter_config.json", odd_adapter, look_at_adapter, alone=True)

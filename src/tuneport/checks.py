@@ -5,6 +5,7 @@ All mistakes of one kind are said at once. What only a model can tell is checked
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from .config import Config, Declared, UpgradeConfig
 from .data.draws import count_drawn
 from .data.formats import check_start, suffixes
 from .data.tasks import get_task, read_data
-from .errors import CheckpointError, DataError, OptionError, TuneportError, first_of, unknown_name
+from .errors import CheckpointError, DataError, OptionError, TuneportError, first_of, printable, shortened, unknown_name
 from .io.hub import looks_like_hub_id, nearest_path, why_unknown
 from .io.output import check_new_file, check_new_folder
 from .io.places import ACCEPTED, CONFIG, why_no_adapter, why_no_model
@@ -61,10 +62,12 @@ def check_command(inputs: Declared | None, config: Config) -> None:
     _check_names(given, config)
     if config.command == "demo" or inputs is None:
         return
+    for place in _places(given, config):
+        _check_place(place)
     if "out" in given:
         _check_out(given, config)
     extra = {"data": getattr(config, "extra", None)}
-    if wrong := [*_wrong_models(given, config), *_missing_data(given), *_missing_data(extra)]:
+    if wrong := [*islice(_wrong_models(given, config), 10), *_missing_data(given), *_missing_data(extra)]:
         kinds, texts = {kind for kind, _ in wrong}, list(dict.fromkeys(text for _, text in wrong))
         tail = f" Give {ACCEPTED}."
         said = " ".join(text.removesuffix(tail) for text in texts)
@@ -101,6 +104,26 @@ def _check_names(given: dict[str, Any], config: Config) -> None:
         wrong.append("`finetuned` is needed; only `shapes_only` does without it.")
     if wrong:
         raise OptionError(" ".join(wrong))
+
+
+def _places(given: dict[str, Any], config: Config) -> Iterator[str]:
+    """Yield all paths and names that a command reads or writes."""
+    yield from (place for _, place in _named(given))
+    others = (given.get("out"), *(getattr(config, name, None) for name in ("head", "generator", "extra")))
+    yield from (str(place) for place in others if place is not None)
+
+
+def _check_place(place: str) -> None:
+    """Refuse what no file system takes as a path."""
+    try:
+        os.lstat(place)
+    except ValueError:
+        raise OptionError(
+            f"{printable(shortened(place))} cannot be a path: it has a NUL or half a character."
+        ) from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise OptionError(f"{printable(shortened(place))} cannot be a path: it is too long.") from None
 
 
 def _check_out(given: dict[str, Any], config: Config) -> None:

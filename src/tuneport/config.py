@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -181,6 +181,7 @@ class Declared:
         return ((item, item.metadata[KEY]) for item in fields(cls))
 
     @classmethod
+    @cache
     def value_types(cls) -> dict[str, Any]:
         """The type of each field, without None."""
         return {name: _without_none(kind) for name, kind in get_type_hints(cls).items()}

@@ -71,11 +71,16 @@ def first_of(items: Iterable[str], limit: int = 10) -> str:
     >>> first_of(["a", "b", "c"], limit=2)
     'a, b, ... and 1 more'
 
-    Items may come from files: what is not printable is replaced, so that a message stays one line.
+    Items may come from files.
     """
-    listed = ["".join(mark if mark.isprintable() else "\ufffd" for mark in shortened(item)) for item in items]
+    listed = [printable(shortened(item)) for item in items]
     shown = ", ".join(listed[:limit])
     return shown if len(listed) <= limit else f"{shown}, ... and {len(listed) - limit} more"
+
+
+def printable(text: str) -> str:
+    """A text from a file in which what is not printable is replaced, so that a message stays one line."""
+    return "".join(mark if mark.isprintable() else "\ufffd" for mark in text)
 
 
 def is_text(name: str) -> bool:

@@ -19,7 +19,7 @@ from tuneport.errors import CheckpointError
 from tuneport.fleet import run as running
 from tuneport.fleet import workers as working
 from tuneport.fleet.lines import Line, ListError
-from tuneport.fleet.summary import Row, fleet_of
+from tuneport.fleet.summary import Row, earlier_rows, fleet_of
 from tuneport.fleet.workers import Desk
 from tuneport.report.fleet import fleet_page
 
@@ -176,3 +176,17 @@ def test_the_page_escapes_what_it_shows() -> None:
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "1 failed" in page
+
+
+@pytest.mark.parametrize(
+    "spoiled", [{"flips": "1"}, {"line": None}, {"status": "lost"}, {"out": 1}, {"fingerprint": []}, {"note": {}}]
+)
+def test_a_summary_with_a_value_of_another_type(tmp_path: Path, spoiled: dict[str, Any]) -> None:
+    row = Row(status="written", line=1, finetuned="f", out="o", fingerprint="0", new=90.0)
+    fleet_of(tmp_path, [row]).write()
+    assert earlier_rows(tmp_path) == [row]
+    found = json.loads((tmp_path / "summary.json").read_text())
+    found["rows"][0] |= spoiled
+    (tmp_path / "summary.json").write_text(json.dumps(found))
+    with pytest.raises(CheckpointError, match="not the summary of a fleet"):
+        earlier_rows(tmp_path)

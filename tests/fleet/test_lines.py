@@ -10,6 +10,7 @@ import pytest
 from builders.commands import Run, assert_refused
 from builders.fleets import write_list
 from builders.folders import Zoo
+from tuneport import checks
 from tuneport.config import UpgradeConfig, UpgradeInputs
 from tuneport.errors import DataError
 from tuneport.fleet.lines import Line, ListError, read_lines
@@ -92,6 +93,53 @@ def test_a_hundred_wrong_lines_are_named(tmp_path: Path, given: dict[str, Any]) 
     with pytest.raises(ListError) as raised:
         read(tmp_path, [{f"key {number}": 1} for number in range(100)], given)
     assert all(f"line {number}: unknown key 'key {number - 1}'" in str(raised.value) for number in range(1, 101))
+
+
+def test_of_many_wrong_lines_a_hundred_are_named(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(ListError) as raised:
+        read(tmp_path, ["{"] * 9000, given)
+    assert "98, 99, 100: it is not JSON" in str(raised.value)
+    assert str(raised.value).endswith("; other lines may be wrong too.")
+
+
+def test_of_many_wrong_keys_the_first_are_named(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(ListError, match=r"unknown key 'seed 1'.*unknown key 'seed 10'") as raised:
+        read(tmp_path, [{f"seed {number}": 1 for number in range(1, 50_000)}], given)
+    assert "seed 11" not in str(raised.value)
+
+
+@pytest.mark.parametrize("place", ["a\x00b", "\ud800", "x/" * 3000, "y" * 5000])
+@pytest.mark.parametrize("key", ["finetuned", "out", "source", "data", "head", "extra"])
+def test_a_text_that_is_no_path(zoo: Zoo, tmp_path: Path, given: dict[str, Any], key: str, place: str) -> None:
+    with pytest.raises(ListError, match=r"line 1: .* cannot be a path: it ") as raised:
+        read(tmp_path, [{"finetuned": str(zoo["vit-tuned"]), key: place}], given)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("out", ["out", ".", "..", "out/x/.."])
+def test_an_output_that_holds_the_summary(zoo: Zoo, tmp_path: Path, given: dict[str, Any], out: str) -> None:
+    home = tmp_path / "deep" / "er"
+    lines = write_list(tmp_path / "list.jsonl", [{"finetuned": str(zoo["vit-tuned"]), "out": str(home / out)}])
+    with pytest.raises(ListError, match=r"line 1: .*(where the summary goes|does not name a new folder)"):
+        read_lines(UpgradeInputs(list_=str(lines), out=str(home / "out"), **given), UpgradeConfig.of())
+
+
+def test_of_many_missing_models_ten_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(checks, "why_unknown", lambda place: asked.append(place) or f"there is no {place}.")
+    with pytest.raises(ListError, match=r"line 1: there is no org/0\. there is no org/1\."):
+        read(tmp_path, [{"finetuned": [f"org/{number}" for number in range(1000)], "out": "o"}], given)
+    assert len(asked) == 10
+
+
+def test_a_list_that_is_too_large(tmp_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="has 10001 lines, and at most 10000 are read"):
+        read(tmp_path, ["{}"] * 10_001, given)
+    with pytest.raises(DataError, match=r"has 1\d{7} bytes, and at most 10000000 are read"):
+        read(tmp_path, [" " * 10**7, "{}"], given)
 
 
 def test_a_list_that_is_none(tmp_path: Path, given: dict[str, Any]) -> None:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
 from ..checks import check_command
 from ..config import Declared, Option, TransferInputs, UpgradeConfig, UpgradeInputs
-from ..errors import DataError, OptionError, TuneportError, shortened, unknown_name
+from ..errors import DataError, OptionError, TuneportError, printable, shortened, unknown_name
 from ..io.hub import nearest_path
 from ..io.untrusted import check_regular, parse_json
 
+LARGEST = 10**7  # bytes of a list
+MOST_LINES = 10_000
+MOST_WRONG = 100  # lines that are named
+MOST_KEYS = 10  # of a line that are named
 PLAIN = {
     int: (("int",), "a whole number"),
     float: (("int", "float"), "a number"),
@@ -29,14 +33,15 @@ PLAIN = {
 
 
 class ListError(OptionError):
-    """Lines of a list that are wrong; the message names them all, however many they are."""
+    """Lines of a list that are wrong; the message names a hundred of them."""
 
     def __init__(self, place: str | Path, wrong: Mapping[int, str]) -> None:
         by_reason: dict[str, list[str]] = {}
-        for number, reason in sorted(wrong.items()):
-            by_reason.setdefault(shortened(reason.rstrip("."), 400), []).append(str(number))
+        for number, reason in sorted(wrong.items())[:MOST_WRONG]:
+            by_reason.setdefault(shortened(printable(reason.rstrip(".")), 400), []).append(str(number))
         named = {reason: f"line{'s' if len(at) > 1 else ''} {', '.join(at)}" for reason, at in by_reason.items()}
         said = "; ".join(f"{lines}: {reason}" for reason, lines in named.items())
+        said += "; other lines may be wrong too" if len(wrong) >= MOST_WRONG else ""
         Exception.__init__(self, f"{place}: {said}{'' if said.endswith('?') else '.'}")
 
 
@@ -71,31 +76,41 @@ def read_lines(inputs: UpgradeInputs, config: UpgradeConfig) -> tuple[Line, ...]
         DataError: if there is no list.
         ListError: for all lines that are wrong.
     """
-    place, wrong, found = Path(inputs.list_ or ""), dict[int, str](), list[Line]()
+    place, wrong, found = Path(inputs.list_ or ""), dict[int, str](), dict[Path, Line]()
     for number, text in _texts(place):
+        if len(wrong) == MOST_WRONG:
+            break
         try:
             line = _line(number, _parsed(text), inputs, config)
             check_command(line.inputs, line.config)
-            found.append(line)
+            where = Path(os.path.realpath(line.out))
+            if where in found:
+                raise OptionError(_taken(line, found[where]))
+            found[where] = line
         except TuneportError as error:
             wrong[number] = str(error)
-    wrong |= _collisions(found, Path(inputs.out))
+    wrong |= _collisions(found, Path(os.path.realpath(inputs.out)))
     if wrong:
         raise ListError(place, wrong)
     if not found:
         raise DataError(f"{place} has no line. Give a JSON object for each fine-tune.")
-    return tuple(found)
+    return tuple(found.values())
 
 
-def _texts(place: Path) -> Iterator[tuple[int, str]]:
-    """Yield the lines that are not empty, with their numbers."""
+def _texts(place: Path) -> list[tuple[int, str]]:
+    """The lines that are not empty, with their numbers."""
     check_regular(place, DataError)
     try:
+        if (size := place.stat().st_size) > LARGEST:
+            raise DataError(f"the list {place} has {size} bytes, and at most {LARGEST} are read. Divide it.")
         text = place.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise DataError(f"the list {place} cannot be read: {reason}.{nearest_path(place)}") from error
-    yield from ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if len(lines) > MOST_LINES:
+        raise DataError(f"the list {place} has {len(lines)} lines, and at most {MOST_LINES} are read. Divide it.")
+    return lines
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -115,6 +130,8 @@ def _line(number: int, given: Mapping[str, Any], inputs: UpgradeInputs, config: 
     wrong = []
     for key, value in given.items():
         name = key.replace("-", "_")
+        if len(wrong) == MOST_KEYS:
+            break
         if name not in known:
             said = unknown_name("key", key, known)
             wrong.append(said.partition(" Known: ")[0] if "Did you mean" in said else said)
@@ -154,19 +171,17 @@ def _value(kind: Any, about: Option, name: str, value: Any, *, empty: bool) -> A
     raise OptionError(f"`{name}` must be {wanted}, got {shortened(json.dumps(value), 60)}.")
 
 
-def _collisions(lines: Iterable[Line], folder: Path) -> dict[int, str]:
-    """The lines whose output is where the summary goes, or is that of an earlier line, or lies in one."""
-    wrong, taken = dict[int, str](), dict[Path, Line]()
-    home = Path(os.path.realpath(folder))
-    places = {line.number: Path(os.path.realpath(line.out)) for line in lines}
-    for line in lines:
-        taken.setdefault(places[line.number], line)
-    taken.pop(home, None)
-    for line in lines:
-        place = places[line.number]
-        other = next((taken[path] for path in (place, *place.parents) if taken.get(path, line) is not line), None)
-        if place == home:
+def _collisions(lines: Mapping[Path, Line], home: Path) -> dict[int, str]:
+    """The lines whose output holds the summary, or lies in the output of another line."""
+    wrong, above = dict[int, str](), {home, *home.parents}
+    for place, line in lines.items():
+        other = next((lines[path] for path in place.parents if path in lines and path not in above), None)
+        if place in above:
             wrong[line.number] = f"`out` is {line.out}, where the summary goes: give it another name"
         elif other is not None:
-            wrong[line.number] = f"`out` is {line.out}, as in line {other.number} or inside of it: give it another name"
+            wrong[line.number] = _taken(line, other)
     return wrong
+
+
+def _taken(line: Line, other: Line) -> str:
+    return f"`out` is {line.out}, as in line {other.number} or inside of it: give it another name"

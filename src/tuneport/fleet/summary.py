@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from .. import __version__
 from ..errors import CheckpointError
@@ -136,12 +136,17 @@ def earlier_rows(folder: Path) -> Sequence[Row]:
     table = folder / TABLE
     if not os.path.lexists(table) and not os.path.lexists(folder / PAGE):
         return ()
-    known = {item.name for item in fields(Row)}
+    known = get_type_hints(Row)
+    known["status"] = str
     try:
         found = read_json(table, "the summary of a fleet", limit=LARGEST)
         if found["format"] != FORMAT:
             raise ValueError
-        return [Row(**{key: row[key] for key in known if key in row}) for row in found["rows"]]
+        rows = [Row(**{key: row[key] for key in known if key in row}) for row in found["rows"]]
+        for row in rows:
+            if row.status not in ORDER or not all(isinstance(getattr(row, name), kind) for name, kind in known.items()):
+                raise ValueError
+        return rows
     except (CheckpointError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{folder} holds a {TABLE} or {PAGE} that is not the summary of a fleet. Choose another `out`."
