@@ -629,7 +629,9 @@ class UpgradeConfig(LessonsConfig):
     routes: tuple[str, ...] = option(
         ROUTES, help="Of copy, port, distill, synthetic; separated by commas.", text=WORDS, metavar="LIST"
     )
-    time: int | None = option(None, help="Start no further route after this time, such as 10m.", text=SECONDS)
+    time: int | None = option(
+        None, help="Start no further route after this time, such as 10m.", text=SECONDS, metavar="TIME"
+    )
     as_: OutputFormat | None = option(None, **AS)
     rank: int | None = option(None, help="Rank of a LoRA (default: 16).", least=1)
     steps: int | None = option(None, help="Steps of distillation (default: by the samples).", least=1)

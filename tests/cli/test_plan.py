@@ -26,6 +26,18 @@ class TestPlan:
         assert done.json["samples"] == 24
         assert {"layers", "not_transported", "expected"} <= set(done.json)
 
+    def test_routes_of_an_upgrade(self, run: Run, zoo: Zoo) -> None:
+        """Half a hundred samples or few: what upgrade would try, and what it would not."""
+        found = run("plan", *options(zoo), "--json").json["routes"]
+        assert list(found) == ["copy", "port", "distill", "synthetic"]
+        assert "another shape" in found["copy"]["why_not"]
+        assert "generator" in found["synthetic"]["why_not"]
+        taught = found["distill"]["samples"]
+        assert found["port"]["samples"] == min(taught, 200)
+        assert found["distill"]["steps"] == 300
+        shown = " ".join(run("plan", *options(zoo)).out.split())
+        assert f"distill on {taught} samples in 300 steps" in shown
+
     def test_names_of_fused_layers_are_shown_whole(self, run: Run, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tuneport.cli.terminal.out_console", Console(width=300))
         done = run("plan", *options(zoo, "siglip_vision"), "--layers")

@@ -52,6 +52,7 @@ def _print_plan(found: Mapping[str, Any], layers: bool) -> None:
         f"expected: {format_bytes(cost['statistics_bytes'])} of statistics; for the scale and the scores, the source "
         f"answers {cost['answers']['source']} samples and the target {cost['answers']['target']}"
     )
+    say("upgrade would try: " + "; ".join(f"{name}{_route_words(row)}" for name, row in found["routes"].items()))
     if "groups" in cost:
         runs = f"{len(cost['groups'])} runs" if len(cost["groups"]) > 1 else "one run"
         if "peak_bytes" in cost:
@@ -63,6 +64,14 @@ def _print_plan(found: Mapping[str, Any], layers: bool) -> None:
                 f"the models are larger: {format_bytes(cost['home_bytes'])} stay in {cost['home']}, and "
                 f"{format_bytes(cost['fetched_bytes'])} of weights come from there, block by block"
             )
+
+
+def _route_words(row: Mapping[str, Any]) -> str:
+    if "why_not" in row:
+        return f", not: {row['why_not']}"
+    written = f" and {row['written']} written ones" if "written" in row else ""
+    steps = f" in {row['steps']} steps" if "steps" in row else ""
+    return f" on {row['samples']} samples{written}{steps}" if row["samples"] else ""
 
 
 def _print_shapes(found: Mapping[str, Any], config: PlanConfig) -> None:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..config import MeasureConfig, PlanConfig, PlanInputs, TransferConfig
-from ..errors import TuneportError
+from ..config import DistillConfig, MeasureConfig, PlanConfig, PlanInputs, TransferConfig, UpgradeConfig
+from ..data.tasks import read_data
+from ..errors import MethodError, TuneportError
 from ..measure.fitted_heads import is_bare
 from ..measure.measurement import Calibration, Limits, Measurement
 from ..measure.objectives import TokenLoss, forward_only
@@ -28,9 +29,12 @@ from ..runtime.costs import Costs
 from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
 from ..task_vectors.account import account
+from ..training.distill import schedule_of
+from ..training.matching import BATCH, TEXT_BATCH
 from ..types import ScaleRule, Sides
 from .comparison import USUAL, usual_test
 from .inputs import check_weights, count_forward_passes
+from .lessons import FEWEST, HELD_OUT, MOST_HELD_OUT, MOST_SAMPLES, PORTED
 from .plan import changed_parts, not_transported_by, plan_of
 from .scale import Judge
 from .transfer import Setup, choose_rule, prepare
@@ -79,7 +83,42 @@ def estimate(inputs: PlanInputs, config: PlanConfig) -> dict[str, Any]:
     found = describe(setup, config, tested=0 if isinstance(test, str) else min(len(test), USUAL))
     words = label_words(setup.about)
     labels = [f"{len(setup.calibration.samples)} samples {words}"] if words else []
-    return {**found, "notes": [*labels, *setup.about.get("notes", ())]}
+    own = 0 if inputs.data is None else len(read_data(inputs.data, "train", labelled=False, columns=config.columns))
+    return {**found, "routes": planned_routes(setup, own), "notes": [*labels, *setup.about.get("notes", ())]}
+
+
+def planned_routes(setup: Setup, own: int) -> dict[str, dict[str, Any]]:
+    """What each route of an upgrade would do with `own` samples: samples and steps, or why it would not run."""
+    count = min(own, MOST_SAMPLES)
+    taught = count - min(round(HELD_OUT * count), MOST_HELD_OUT)
+    target, written = setup.models.target, UpgradeConfig().synthetic or 0
+    writes = target.generates is not None and setup.calibration.heads is None
+    usual = TEXT_BATCH if writes else BATCH
+    schedules = [schedule_of(DistillConfig(), target, usual, number) for number in (taught, taught + written)]
+    found: dict[str, dict[str, Any]] = {
+        "copy": {"samples": 0},
+        "port": {"samples": min(taught, PORTED)},
+        "distill": {"samples": taught, "steps": schedules[0].steps},
+        "synthetic": {"samples": taught, "written": written, "steps": schedules[1].steps},
+    }
+    try:
+        check_same_shapes(setup)
+    except MethodError as error:
+        found["copy"] = {"why_not": str(error)}
+    if count < FEWEST:
+        found |= {name: {"why_not": f"{count} own samples, and {FEWEST} are needed"} for name in ("port", "distill")}
+    if not writes:
+        found["synthetic"] = {"why_not": "nobody writes samples: it needs `generator` or `extra`"}
+    return found
+
+
+def check_same_shapes(setup: Setup) -> None:
+    """Refuse to copy a change between models of other shapes."""
+    parameters = dict(setup.models.target.module.named_parameters())
+    vector = setup.change.vector
+    wrong = [name for name in vector if name not in parameters or vector.shape(name) != tuple(parameters[name].shape)]
+    if wrong:
+        raise MethodError(f"{len(wrong)} of {len(vector)} changed tensors have another shape in the target")
 
 
 def describe(setup: Setup, config: MeasureConfig, *, tested: int = 0) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from ..training.distill import Extra
 from ..types import Events, Sides
 
 HELD_OUT, MOST_HELD_OUT, FEWEST = 0.25, 400, 16  # share of the samples that judges, at most, and of all at least
+MOST_SAMPLES = 2000  # own samples that are used unless more are asked for
+PORTED = 200  # samples at most that a port is measured on
 FEW = 64  # fewer own samples are all taught if written ones can judge
 Rows = NDArray[np.int64]
 

@@ -39,14 +39,13 @@ from ..training.neutral import TOLERANCE, Neutral
 from ..training.state import StateFile
 from ..types import Events, Sides
 from .distill import about_upgrade, deciding, taught
+from .estimate import check_same_shapes
 from .inputs import conditions_of, open_models, read_change
-from .lessons import Lessons, OldModel, UpgradeSamples, read_own, samples_of
+from .lessons import MOST_SAMPLES, PORTED, Lessons, OldModel, UpgradeSamples, read_own, samples_of
 from .result import Result
 from .run import claimed_by_first, finished
 from .transfer import Setup, prepare, run
 
-MOST_SAMPLES = 2000  # own samples that are used unless more are asked for
-PORTED = 200  # samples at most that a port is measured on
 RANK = 16  # of a LoRA
 NEXT = (
     "Measure it on a test split before you use it; disagreements.jsonl has held-out samples that the old and the new "
@@ -317,7 +316,7 @@ class _Routes:
         """Make what a route makes; `port` and `rows` are what earlier ones have made."""
         if name == "copy":
             setup = self._paired
-            _check_same_shapes(setup)
+            check_same_shapes(setup)
             return run(setup, replace(self.asked, method="naive", scale=1.0), events=self.events)
         if name == "port":
             return run(self._paired, self.asked, work=self._port_work, events=self.events)
@@ -365,15 +364,6 @@ class _Routes:
         found = start.distill(self.config.steps, lora=lora, **more)
         record = found.record if lessons.about is None else {**found.record, "synthetic": lessons.about}
         return replace(found, record=record, texts=lessons.files(self.config.keep_texts))
-
-
-def _check_same_shapes(setup: Setup) -> None:
-    """Refuse to copy a change between models of other shapes."""
-    parameters = dict(setup.models.target.module.named_parameters())
-    vector = setup.change.vector
-    wrong = [name for name in vector if name not in parameters or vector.shape(name) != tuple(parameters[name].shape)]
-    if wrong:
-        raise MethodError(f"{len(wrong)} of {len(vector)} changed tensors have another shape in the target")
 
 
 def _reset_memory(model: Model) -> Callable[[], int | None]:

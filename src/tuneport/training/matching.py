@@ -33,6 +33,7 @@ Ask = Callable[[nn.Module, Encoded], Any]
 Tokens = tuple[Tensor, Tensor, int]  # scores (N, K, vocabulary) and labels (N, K) from this position on
 
 BATCH = 128  # samples of an update
+TEXT_BATCH = 16  # of language models
 TEXTS = 32  # of a pass: texts of a similar length, padded little
 ANSWERS = 8  # of a sample at most: each of them takes time
 NONE = -1e6  # the score of an answer that only other samples have
@@ -210,7 +211,15 @@ def _of_answers(models: Sides[Model]) -> Matching:
 
     asked = Sides(*map(ask, models))
     return Matching(
-        "answers", asked, _answer_loss, _same_class, 16, 16, comparable=comparable, asked_once=True, apart=True
+        "answers",
+        asked,
+        _answer_loss,
+        _same_class,
+        TEXT_BATCH,
+        TEXT_BATCH,
+        comparable=comparable,
+        asked_once=True,
+        apart=True,
     )
 
 
@@ -241,8 +250,8 @@ def _of_tokens(models: Sides[Model]) -> Matching:
         Sides(*map(ask, models)),
         lambda teacher, student: _token_loss(teacher, student) + _text_loss(student),
         _same_token,
-        16,
-        16,
+        TEXT_BATCH,
+        TEXT_BATCH,
         own_loss=_text_loss,
         comparable=comparable,
         apart=True,
@@ -303,4 +312,5 @@ def _of_texts(models: Sides[Model]) -> Matching:
         wanted = labels != UNLABELLED
         return (scores[wanted].argmax(-1) == labels[wanted]).float().mean()
 
-    return Matching("texts", Sides(lambda *_: None, ask), loss, agreement, 16, 16, comparable=comparable, apart=True)
+    asked: Sides[Ask] = Sides(lambda *_: None, ask)
+    return Matching("texts", asked, loss, agreement, TEXT_BATCH, TEXT_BATCH, comparable=comparable, apart=True)
