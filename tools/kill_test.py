@@ -2,20 +2,21 @@
 
 Runs every command that writes on the models that the package carries: transfers to each kind of output, to a sharded
 target, with a memory budget, with a chosen scale, over an old output and with a distillation; extract, apply and
-distill; and upgrades. A tiny language model with a LoRA, which answers in words, is upgraded and distilled with samples
-that a model writes. It sends SIGKILL, SIGTERM or SIGHUP at random moments, looks at what is there, and runs the
-command again. Exits 1 if anything differs.
+distill; and upgrades, also of lists, in two processes. A tiny language model with a LoRA, which answers in words, is
+upgraded and distilled with samples that a model writes. It sends SIGKILL, SIGTERM or SIGHUP at random moments, to a
+worker too, looks at what is there, and runs the command again. Exits 1 if anything differs.
 
     python tools/kill_test.py --kills 300 --jobs 16 --out benchmarks/results/kill-test.md
 
 With `--fork`, a command is no new interpreter: it is forked from a process that has imported everything and has one
-thread. That saves most of the time.
+thread, and so are the workers of a fleet. That saves most of the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import queue
@@ -38,8 +39,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-VOLATILE = ("seconds", "seconds_by_stage", "out", "about")
-TEXTS = ("tuneport.json", "report.html", "README.md")  # they contain seconds and paths
+VOLATILE = ("seconds", "seconds_by_stage", "out", "about", "earlier", "headline", "fingerprint")
+RECORDS = ("tuneport.json", "summary.json")
+TEXTS = (*RECORDS, "report.html", "summary.html", "README.md")  # they contain seconds and paths
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 KEPT = ("tuneport-work",)  # what an interrupted command keeps for --resume
 ALONE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -50,6 +52,7 @@ IMPORTED = (  # by commands, as far as it takes long
     "transformers.models.clip.modeling_clip",
     "transformers.models.llama.modeling_llama",
     "tuneport.cli",
+    "tuneport.fleet.run",
     "tuneport.pipeline.arithmetic",
     "tuneport.pipeline.upgrade",
 )
@@ -57,12 +60,21 @@ IMPORTED = (  # by commands, as far as it takes long
 
 @dataclass(frozen=True)
 class Case:
-    """A command without its output: how it continues (`again`), and whether it replaces an old output."""
+    """A command without its output.
+
+    Args:
+        words: the command.
+        name: of the output.
+        again: further words that continue it; None if it refuses to replace its own output.
+        over: whether it replaces an old output.
+        fleet: whether the output holds one of each fine-tune, which workers write.
+    """
 
     words: Sequence[str]
     name: str = "out"
-    again: Sequence[str] = ("--resume",)
+    again: Sequence[str] | None = ("--resume",)
     over: bool = False
+    fleet: bool = False
 
 
 def make_cases(root: Path) -> dict[str, Case]:
@@ -117,10 +129,26 @@ def image_cases(root: Path) -> dict[str, Case]:
         ),
         "transfer and distill": Case([*to_large, "--distill", "8"]),
         "distill": Case(lesson),
-        "extract": Case(extract, "out.safetensors", ()),
-        "apply": Case(["apply", str(root / "tau.safetensors"), small], again=()),
+        "extract": Case(extract, "out.safetensors", None),
+        "apply": Case(["apply", str(root / "tau.safetensors"), small], again=None),
         "upgrade": Case([*upgrade, "--routes", "copy,port,distill", "--steps", "4"]),
+        "fleet": Case(
+            fleet(upgrade, root / "fleet", [tuned] * 4, "--routes", "copy"),
+            again=(),
+            fleet=True,
+        ),
     }
+
+
+def fleet(words: Sequence[str], folder: Path, tuned: Sequence[str], *more: str) -> list[str]:
+    """The upgrade of copies of fine-tunes, each with a seed of its own, by two workers; `words` is that of one."""
+    folder.mkdir()
+    with (folder / "list.jsonl").open("w", encoding="utf-8") as lines:
+        for number, place in enumerate(tuned):
+            shutil.copytree(place, folder / f"a{number}")
+            lines.write(json.dumps({"finetuned": str(folder / f"a{number}"), "seed": number}) + "\n")
+    at = words.index("--finetuned")
+    return [*words[:at], *words[at + 2 :], "--list", str(folder / "list.jsonl"), "--workers", "2", *more]
 
 
 def noisy(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,6 +188,11 @@ def language_cases(root: Path) -> dict[str, Case]:
         ),
         "upgrade of a LoRA, few own samples": Case(["upgrade", *common, *few, "--routes", "synthetic", *written]),
         "distill with written samples": Case(["distill", *common, *data, "--lora", "4", *written]),
+        "fleet of LoRAs": Case(
+            fleet(["upgrade", *common, *data], root / "loras", [str(root / "lora")] * 2, "--routes", "distill"),
+            again=(),
+            fleet=True,
+        ),
     }
 
 
@@ -203,6 +236,7 @@ class Forks:
         places = ((os.devnull, os.O_RDONLY), (os.devnull, os.O_WRONLY), (error, os.O_WRONLY))
         for number, (place, mode) in enumerate(places):
             os.dup2(os.open(place, mode), number)
+        fork_workers()
         sys.argv, code = ["tuneport", *words], 0
         try:
             runpy.run_module("tuneport", run_name="__main__", alter_sys=True)
@@ -248,6 +282,14 @@ class Forked:
         return None, said
 
 
+def fork_workers() -> None:
+    """Let the workers of a fleet begin as those that import everything do: with the usual effects of signals."""
+    forked = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda *_: forked  # type: ignore[assignment]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    os.register_at_fork(after_in_child=lambda: [signal.signal(number, signal.SIG_DFL) for number in numbers])
+
+
 FORKS: Forks | None = None
 
 
@@ -275,7 +317,7 @@ def content(out: Path) -> dict[str, Any]:
             found: dict[str, Any] = {name: file.get_tensor(name).tobytes() for name in sorted(file.keys())}
         return {"record": plain(json.loads(metadata.get("record", "{}"))), **found}
     files = {str(file.relative_to(out)): file for file in sorted(out.rglob("*")) if file.is_file()}
-    records = {name: plain(json.loads(file.read_text())) for name, file in files.items() if name.endswith(TEXTS[0])}
+    records = {name: plain(json.loads(file.read_text())) for name, file in files.items() if name.endswith(RECORDS)}
     other = {name: file.read_bytes() for name, file in files.items() if not name.endswith(TEXTS)}
     return {"names": sorted(files), "records": records, **other}
 
@@ -288,7 +330,28 @@ def plain(value: Any) -> Any:
 
 
 def hidden(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) if folder.is_dir() else []
+
+
+def members(out: Path) -> dict[str, Any]:
+    """The outputs of the fine-tunes of a fleet that are there."""
+    inside = sorted(path for path in out.iterdir() if not path.name.startswith(".")) if out.is_dir() else []
+    return {path.name: content(path) for path in inside if path.is_dir()}
+
+
+def workers(pid: int) -> list[int]:
+    """The processes in which a fleet upgrades its fine-tunes."""
+    found = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return [child for child in found if FORKS is not None or "spawn_main" in _command(child)]
+
+
+def _command(pid: int) -> str:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
 
 
 @dataclass
@@ -296,9 +359,15 @@ class Expected:
     """An undisturbed run: its output, the old output where it replaces one, and its seconds."""
 
     output: dict[str, Any]
+    members: dict[str, Any]
     old: Path | None
     seconds: float
     working: float  # from the first hidden file to the end
+
+    def hasten(self, began: float, first: float | None, ended: float) -> None:
+        """Aim earlier if a run was faster."""
+        self.seconds = min(self.seconds, ended - began)
+        self.working = min(self.working, ended - (first or began))
 
 
 def undisturbed(case: Case, folder: Path) -> Expected:
@@ -312,14 +381,20 @@ def undisturbed(case: Case, folder: Path) -> Expected:
     started = first = time.perf_counter()
     process = start([*case.words, "--out", str(folder / case.name)])
     while process.poll() is None:
-        if first == started and hidden(folder):
+        if first == started and hidden(working_folder(case, folder)):
             first = time.perf_counter()
         time.sleep(0.01)
     ended = time.perf_counter()
     _, error = process.communicate()
     if process.returncode != 0 or not (folder / case.name).exists():
         raise SystemExit(f"a run that was not killed wrote nothing: {' '.join(case.words)}: {error}")
-    return Expected(content(folder / case.name), old, ended - started, ended - first)
+    parts = members(folder / case.name) if case.fleet else {}
+    return Expected(content(folder / case.name), parts, old, ended - started, ended - first)
+
+
+def working_folder(case: Case, folder: Path) -> Path:
+    """Where hidden files show that the work has begun."""
+    return folder / case.name if case.fleet else folder
 
 
 def put_old(case: Case, expected: Expected, folder: Path) -> dict[str, Any] | None:
@@ -330,6 +405,21 @@ def put_old(case: Case, expected: Expected, folder: Path) -> dict[str, Any] | No
     return content(out)
 
 
+def left(case: Case, folder: Path) -> list[str]:
+    """Hidden files beside an output, and beside those of a fleet."""
+    return hidden(folder) + (hidden(folder / case.name) if case.fleet else [])
+
+
+def kill_worker(pid: int, number: int, choose: random.Random) -> bool:
+    """Send a signal to one of the workers of a fleet; return whether there was one."""
+    there = workers(pid)
+    if there:
+        with suppress(ProcessLookupError):
+            os.kill(choose.choice(there), number)
+            return True
+    return False
+
+
 def run_once(case: Case, expected: Expected, folder: Path, choose: random.Random, seen: Counter[str]) -> None:
     """Kill a case once or more, then run it to its end; an AssertionError says what is wrong."""
     folder.mkdir()
@@ -338,44 +428,55 @@ def run_once(case: Case, expected: Expected, folder: Path, choose: random.Random
         # Most of a run is imports and loading: three in four kills aim at what comes after.
         early, number = choose.random() < 0.25, choose.choice(SIGNALS)
         delay = choose.uniform(0.0, 1.05) * (expected.seconds if early else expected.working)
-        there = hidden(folder)  # what a SIGKILL has left, which the next run removes once it holds the lock
-        process = start([*case.words, *(case.again if times else ()), "--out", str(out)])
-        began, first = time.perf_counter(), None
+        there = left(case, folder)  # what a SIGKILL has left, which the next run removes once it holds the lock
+        worker = case.fleet and choose.random() < 0.5
+        process = start([*case.words, *((case.again or ()) if times else ()), "--out", str(out)])
+        began, first, sent = time.perf_counter(), None, False
         while process.poll() is None:
             now = time.perf_counter()
-            first = now if first is None and hidden(folder) else first
+            first = now if first is None and hidden(working_folder(case, folder)) else first
             since = began if early else first
             if since is not None and now - since > delay:
-                process.send_signal(number)
-                break
+                sent = not worker or kill_worker(process.pid, number, choose)
+                if sent:
+                    break
             time.sleep(0.005)
         _, error = process.communicate()
         times += 1
         code, name = process.returncode, signal.Signals(number).name
+        if worker and sent:
+            assert code == 0, f"{name} to a worker: exit code {code}: {error.strip()[-500:]}"
+            seen[f"killed by {name} (a worker)"] += 1
+            break
         if code == 0:
             seen["had ended before the signal"] += 1
+            expected.hasten(began, first, time.perf_counter())
             break
         # before the command line is set up, and after it has ended, a signal has its usual effect
         assert code in (-number, 128 + number), f"{name}: exit code {code}: {error.strip()[-500:]}"
         seen[f"killed by {name}"] += 1
-        seen["killed with something to resume"] += any(word in text for text in hidden(folder) for word in KEPT)
+        seen["killed with something to resume"] += any(word in text for text in left(case, folder) for word in KEPT)
         if code == 128 + number:
-            left = [text for text in hidden(folder) if not text.endswith(KEPT) and text not in there]
-            assert not left, f"{name} left {left}"
-        if os.path.lexists(out):
+            new = [text for text in left(case, folder) if not text.endswith(KEPT) and text not in there]
+            assert not new, f"{name} left {new}"
+        if case.fleet:
+            found = members(out)
+            assert found == {key: expected.members.get(key) for key in found}, f"{name}: an output is not complete"
+            seen["outputs that were complete when their fleet was killed"] += len(found)
+        elif os.path.lexists(out):
             found = content(out)
             assert found in (old, expected.output), f"{name}: the output is neither the old one nor the new one"
         elif old is not None:
             assert any(".old-" in text for text in hidden(folder)), f"{name}: the old output is lost"
-        if os.path.lexists(out) and not case.again:
+        if os.path.lexists(out) and case.again is None:
             break  # it would refuse to replace its own output
-    if os.path.lexists(out) and old is None and not case.again:
+    if os.path.lexists(out) and old is None and case.again is None:
         seen["complete before the last run"] += 1
     else:
-        error = call([*case.words, *case.again, "--out", str(out)])
+        error = call([*case.words, *(case.again or ()), "--out", str(out)])
         assert not error, f"the last run: {error}"
     assert content(out) == expected.output, "the last output differs from the undisturbed one"
-    assert not hidden(folder), f"left behind: {hidden(folder)}"
+    assert not left(case, folder), f"left behind: {left(case, folder)}"
     seen["ended in the same bytes"] += 1
     shutil.rmtree(folder)
 
@@ -441,8 +542,9 @@ def main() -> None:
         "",
         "Commands on two small vision transformers and two small language models, each stopped by SIGKILL, SIGTERM or "
         "SIGHUP at a random moment once or more, then run again; some had ended before. After each signal the output "
-        "was absent, the old one or the new one, byte by byte, and SIGTERM and SIGHUP left no temporary file. Each "
-        "last run ended in the same bytes as an undisturbed one (except timings) and left no other file.",
+        "(each one of a fleet) was absent, the old one or the new one, byte by byte, and SIGTERM and SIGHUP left no "
+        "temporary file. A fleet of which a worker was killed went on to its end. Each last run ended in the same "
+        "bytes as an undisturbed one (except timings) and left no other file.",
         "",
         f"{len(wrong)} failures.",
         *(f"- {line}" for line in wrong),

@@ -127,7 +127,7 @@ def _line(number: int, given: Mapping[str, Any], inputs: UpgradeInputs, config: 
     """Make a line from what it says and the defaults."""
     parts: dict[type[Declared], dict[str, Any]] = {TransferInputs: {}, UpgradeConfig: {}}
     known = {item.name.rstrip("_"): (cls, item, about) for cls in parts for item, about in cls.options()}
-    wrong = []
+    wrong: list[str] = []
     for key, value in given.items():
         name = key.replace("-", "_")
         if len(wrong) == MOST_KEYS:
