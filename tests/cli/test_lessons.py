@@ -59,7 +59,7 @@ def test_prompts_without_answers_are_enough(run: Run, animals: Animals, place: P
     done = run(*words, "--json")
     assert done.code == 0, done.err
     entry = done.json["distilled"]
-    assert (entry["matching"], entry["samples"], entry["held_out"], entry["extra"]) == ("texts", 54, 6, 0)
+    assert (entry["matching"], entry["samples"], entry["held_out"], entry["extra"]) == ("texts", 50, 10, 0)
     assert writes(place / "out", *PROMPTS[::9]) == [(answer, True) for answer in ANSWERS[::9]]
     assert writes(animals.target, PROMPTS[0])[0][0] != ANSWERS[0]
 
@@ -151,7 +151,7 @@ class TestExtra:
         done = run(*words, "--json")
         assert done.code == 0, done.err
         entry = done.json["distilled"]
-        assert (entry["samples"], entry["held_out"], entry["extra"]) == (8, 2, 50)
+        assert (entry["samples"], entry["held_out"], entry["extra"]) == (5, 5, 50)
         assert done.json["extra"]["name"] == "extra"
         assert writes(place / "out", PROMPTS[-1]) == [(ANSWERS[-1], True)]
 
@@ -163,7 +163,7 @@ class TestExtra:
         done = run(*words, "--extra", place / "other.npz")
         assert done.code == 0, done.err
         entry = done.json["distilled"]
-        assert (entry["samples"], entry["held_out"], entry["extra"]) == (12, 4, 30)
+        assert (entry["samples"], entry["held_out"], entry["extra"]) == (8, 8, 30)
         (place / "texts.txt").write_text("a\nb\n")
         assert_refused(run(*words, "--overwrite", "--extra", place / "texts.txt"), 1, "--extra has texts", "images")
 
@@ -180,7 +180,7 @@ class TestExtra:
         done = run("distill", *words, "--extra", place / "extra.txt", "--out", place / "out", "--json")
         assert done.code == 0, done.err
         entry = done.json["distilled"]
-        assert (entry["matching"], entry["samples"], entry["extra"]) == ("classes", 12, len(SENTENCES))
+        assert (entry["matching"], entry["samples"], entry["extra"]) == ("classes", 8, len(SENTENCES))
 
     def test_passages_teach_themselves(self, animals: Animals, place: Path) -> None:
         (place / "extra.txt").write_text("\n".join(SENTENCES))

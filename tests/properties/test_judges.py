@@ -30,7 +30,7 @@ from tuneport.pipeline.result import Result
 from tuneport.training.distill import Mark
 
 COUNT = 16
-HELD_OUT = 2  # of a distillation: the last of the draw
+HELD_OUT = 8  # of a distillation: the last of the draw
 OPTIONS: dict[str, Any] = {"samples": COUNT, "scale": 1.0, "accept_unlikely": True}
 quick = settings(
     max_examples=50,

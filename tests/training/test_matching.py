@@ -64,6 +64,23 @@ class TestClasses:
         one, other = (float(matching._soft_loss(scale * teacher, scale * student)) for scale in (1.0, 19.0))
         assert one == pytest.approx(other, rel=1e-12)
 
+    def test_held_out_samples_are_judged_by_probabilities_as_they_are(self, zoo: Zoo) -> None:
+        """Softened probabilities come nearer to the teacher's while the class changes; as they are, they do not."""
+        data, both = (
+            read_plain(zoo.data, "train").subset(range(6)),
+            (zoo["clip_vision-base"], zoo["clip_vision-target"]),
+        )
+        heads = Sides(*(choose_head(open_model(path), None, data) for path in both))
+        found = matching_of(drawn(*both, data, heads))
+        teacher, start, other = (
+            torch.tensor([[3.0, 0.0, 0.0]]),
+            torch.tensor([[9.0, 0.0, 0.0]]),
+            torch.tensor([[1.5, 1.6, 0.0]]),
+        )
+        assert found.exam is not None
+        assert found.loss(teacher, other) < found.loss(teacher, start)
+        assert found.exam(teacher, other) > found.exam(teacher, start)
+
     def test_classes_are_matched_by_name(self, zoo: Zoo) -> None:
         data = read_plain(zoo.data, "train").subset(range(6))
         source, target = zoo["clip_vision-base"], zoo["clip_vision-target"]
@@ -173,13 +190,13 @@ class TestTokens:
         target = write(tmp_path / "target", make("gpt2", OTHER, vocab_size=320), gpt_tokenizer(320))
         samples = drawn(source, target, Dataset(inputs=[SENTENCES[0]], labels=None, classes=()))
         found = matching_of(samples)
-        judged = found.own_loss or (lambda student: found.loss(None, student))
+        judged = found.exam or found.loss
         model = AutoModelForCausalLM.from_pretrained(target).eval()
         ids = AutoTokenizer.from_pretrained(target)(SENTENCES[0], return_tensors="pt").input_ids
         with torch.no_grad():
             expected = float(model(ids, labels=ids).loss)
         # float32 logits of some ten tokens, summed in another order
-        assert float(judged(answers(samples)[1])) == pytest.approx(expected, rel=1e-5)
+        assert float(judged(*answers(samples))) == pytest.approx(expected, rel=1e-5)
 
     @pytest.mark.parametrize("rows", [300, 320])
     def test_a_text_of_one_token_has_nothing_to_compare(self, tmp_path: Path, rows: int) -> None:
@@ -204,7 +221,7 @@ class TestAnswers:
         samples = unlabelled(drawn(source, target, data))
         assert samples.dataset.labels is None
         found = matching_of(samples)
-        assert (found.name, found.own_loss) == ("answers", None)
+        assert (found.name, found.exam) == ("answers", None)
         for path, scores in zip((source, target), answers(samples), strict=True):
             kind = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
             model, tokenizer = kind.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)

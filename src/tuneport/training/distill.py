@@ -2,9 +2,10 @@
 
 Both models answer the same samples, augmented where that is possible, and the student's answers are drawn towards the
 teacher's. A part of the own samples is held out: the state whose held-out answers are nearest to the teacher's is kept,
-or the last one that is as near within chance; that may be the start. Other samples, of anything, can be taught beside
-the own ones. A language model is anchored at what it predicts on neutral passages, and a state that has forgotten them
-is not kept. A run can be saved and continued with the same bits.
+or the last one that is as near within chance; it is the start unless they have come nearer by more than a standard
+error. Other samples, of anything, can be taught beside the own ones. A language model is anchored at what it predicts
+on neutral passages, and a state that has forgotten them is not kept. A run can be saved and continued with the same
+bits.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from .student import student_of
 FEWEST = 8  # samples
 FEWEST_OF_BATCH = 2  # a batch of one has no other sample to be compared or blended with
 READ = 128  # samples that are read at once to see which can be compared
-HELD_OUT, FEW, HELD_OUT_OF_FEW = 0.1, 50, 0.25  # share of the samples, also of few beside extra ones
-MOST_HELD_OUT = 200
+HELD_OUT, FEWEST_HELD_OUT, MOST_HELD_OUT = 0.1, 10, 200  # share of the samples; never more than half of them
+FEW = 50  # fewer own samples are all taught if written ones can judge
 OWN, OWN_OF_WRITTEN = 2, 8  # own samples are at least one of so many that are taught; beside written ones, fewer
 PASS_LETTERS = 6000  # characters of the texts of a pass, about 2,000 tokens
 ANCHORED = 2  # an anchor every so many steps
@@ -301,7 +302,9 @@ class _Run:
             with self.precision:
                 neutral = self.neutral.loss(self.student)
         self.curve.append(Mark(step, taught, loss, agreement, neutral))
-        self.groups.append([float(value) for _, value, _ in judged] if self.matching.apart else [])
+        rounds = 1 + VIEWS * self.matching.augmented
+        views = np.reshape([float(value) for _, value, _ in judged], (rounds, -1))
+        self.groups.append(views.mean(0).tolist() if self.matching.apart else [])
         most = math.inf if self.neutral is None else (1 + TOLERANCE) * self.neutral.base
         if last_is_best(self.curve, self.groups, most):
             self.best = {
@@ -311,11 +314,10 @@ class _Run:
 
     def _judged(self, number: int, count: int, read: Callable[[], Sides[Encoded]]) -> tuple[int, Tensor, Tensor]:
         """The count of samples of a held-out batch, their loss and agreement."""
-        answers, own_loss = self._answers(read(), self.known.get(number)), self.matching.own_loss
+        answers, exam = self._answers(read(), self.known.get(number)), self.matching.exam or self.matching.loss
         if self.matching.augmented:  # the scores of a sample are few, unlike those of its tokens
             self.known[number] = answers[0]
-        loss = self.matching.loss(*answers) if own_loss is None else own_loss(answers[1])
-        return count, loss.cpu(), self.matching.agreement(*answers).cpu()
+        return count, exam(*answers).cpu(), self.matching.agreement(*answers).cpu()
 
     def _batches(self, exam: Reader) -> Iterator[tuple[int, Callable[[], Sides[Encoded]]]]:
         """The held-out samples and, where the teacher can judge them, the same views of them each time, with counts."""
@@ -342,7 +344,7 @@ class _Run:
 
 
 def last_is_best(curve: Sequence[Mark], groups: Sequence[Sequence[float]], most: float) -> bool:
-    """Whether the last state is better than the start, and no state is better than it beyond chance.
+    """Whether the last state is better than the start by a standard error, and none better than it beyond chance.
 
     Args:
         curve: the states so far; the first one is the start.
@@ -353,12 +355,16 @@ def last_is_best(curve: Sequence[Mark], groups: Sequence[Sequence[float]], most:
     if last is first:
         return True
     sound = [number for number, mark in enumerate(curve) if mark.neutral is None or mark.neutral <= most or not number]
-    if sound[-1] != len(curve) - 1 or last.held_out_loss >= first.held_out_loss:
+    if sound[-1] != len(curve) - 1 or not first.held_out_loss - last.held_out_loss > _error(groups[0], groups[-1]):
         return False
     lowest = min(sound, key=lambda number: curve[number].held_out_loss)
-    behind = np.subtract(groups[-1], groups[lowest])
-    error = float(behind.std(ddof=1)) / math.sqrt(len(behind)) if len(behind) > 2 else 0.0
-    return last.held_out_loss - curve[lowest].held_out_loss <= ERRORS * error
+    return last.held_out_loss - curve[lowest].held_out_loss <= ERRORS * _error(groups[-1], groups[lowest])
+
+
+def _error(one: Sequence[float], other: Sequence[float]) -> float:
+    """The standard error of the difference of two states' mean losses, given those of the same groups."""
+    apart = np.subtract(one, other)
+    return float(apart.std(ddof=1)) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
 
 
 def _comparable(samples: DatasetSamples, matching: Matching) -> DatasetSamples:
@@ -375,13 +381,13 @@ def _comparable(samples: DatasetSamples, matching: Matching) -> DatasetSamples:
     return found
 
 
-def divide(samples: DatasetSamples, share: float = HELD_OUT) -> tuple[DatasetSamples, DatasetSamples]:
+def divide(samples: DatasetSamples) -> tuple[DatasetSamples, DatasetSamples]:
     """The samples that are held out, and those that the student learns from."""
     if len(samples) < FEWEST:
         raise DataError(
             f"a distillation needs at least {FEWEST} samples, of which some are held out; got {len(samples)}."
         )
-    count = min(max(round(share * len(samples)), 2), MOST_HELD_OUT)
+    count = min(max(round(HELD_OUT * len(samples)), FEWEST_HELD_OUT), len(samples) // 2, MOST_HELD_OUT)
     return samples.take(slice(len(samples) - count, None)), samples.take(slice(len(samples) - count))
 
 
@@ -397,7 +403,7 @@ def _lessons(samples: DatasetSamples, own: int, extra: Extra | None) -> tuple[Da
     if extra.like_own and len(kept) < FEW:
         held_out, more = divide(more)
     else:
-        held_out, kept = divide(kept, HELD_OUT if len(kept) >= FEW else HELD_OUT_OF_FEW)
+        held_out, kept = divide(kept)
     parts = OWN_OF_WRITTEN if extra.like_own else OWN
     times = max(1, math.ceil(len(more) / ((parts - 1) * max(len(kept), 1))))
     return held_out, replace(samples, indices=np.concatenate([np.tile(kept.indices, times), more.indices])), len(more)

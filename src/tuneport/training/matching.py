@@ -45,8 +45,9 @@ class Matching:
     """`ask` gets the answers of each side, `loss` and `agreement` compare the teacher's with the student's.
 
     The loss is a mean over samples or tokens, and zero where the answers are the same. `batch_size` samples make an
-    update, in passes of `pass_size`. `augmented` says whether the teacher can judge augmented samples. `own_loss` is
-    that of a student's answers alone: texts say what was to be written, whatever the teacher thinks of them.
+    update, in passes of `pass_size`. `augmented` says whether the teacher can judge augmented samples. `exam` is
+    the loss of held-out answers if it is another one: of class probabilities as they are, since softened ones can come
+    nearer while more samples change their class; of a student's texts, whatever the teacher thinks of them.
     `comparable` (N,) says which samples of a batch have anything to compare; None if all have. A teacher that is
     `asked_once` gives scores (N, K) of samples that are never augmented. Held-out samples that are judged `apart` show
     how sure their mean is.
@@ -59,7 +60,7 @@ class Matching:
     batch_size: int
     pass_size: int
     augmented: bool = False
-    own_loss: Callable[[Any], Tensor] | None = None
+    exam: Callable[[Any, Any], Tensor] | None = None
     comparable: Callable[[Sides[Encoded]], Tensor] | None = None
     asked_once: bool = False
     apart: bool = False
@@ -118,12 +119,17 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
     asked = Sides(ask(models.source, heads.source, slice(None)), ask(models.target, heads.target, places))
     size = BATCH if models.target.reader is None else TEXTS
     if models.source.task == "token":
-        return Matching("classes", asked, _of_text(_soft_loss), _of_text(_same_class), BATCH, size, augmented=True)
+        compared = _of_text(_soft_loss), _of_text(_same_class)
+        return Matching(
+            "classes", asked, *compared, BATCH, size, augmented=True, exam=_of_text(_divergence), apart=True
+        )
     if models.source.regresses:
         return Matching("numbers", asked, _score_error, _explained, BATCH, size, augmented=True)
     if models.source.problem == "multi_label_classification":  # each class is a question of its own
         return Matching("classes", asked, _score_error, _same_answers, BATCH, size, augmented=True)
-    return Matching("classes", asked, _soft_loss, _same_class, BATCH, size, augmented=True)
+    return Matching(
+        "classes", asked, _soft_loss, _same_class, BATCH, size, augmented=True, exam=_divergence, apart=True
+    )
 
 
 def _soft_loss(teacher: Tensor, student: Tensor) -> Tensor:
@@ -252,7 +258,7 @@ def _of_tokens(models: Sides[Model]) -> Matching:
         _same_token,
         TEXT_BATCH,
         TEXT_BATCH,
-        own_loss=_text_loss,
+        exam=lambda _, student: _text_loss(student),
         comparable=comparable,
         apart=True,
     )
