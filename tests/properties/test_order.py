@@ -1,4 +1,4 @@
-"""The order of samples, classes and files, the batch size and the threads change nothing beyond rounding.
+"""The order of samples, classes, files and processes, batch size and threads change nothing beyond rounding.
 
 The models run in float64: a sum of some hundred products is off by 1e-14, and a map divides by the smallest singular
 value that it keeps, here 1e-9 of the largest.
@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from builders.folders import CLASSES, HEAD_CLASSES, images, write_head
+from builders.ranks import Together
 from builders.redrawn import distance, image_case, moved, redrawn, same, text_case
 from builders.runs import Case
 from builders.texts import SENTENCES
@@ -97,3 +98,27 @@ def test_classes_of_the_data(texts: Known, labels: list[int], order: list[int]) 
     one = Dataset(data.inputs, np.array(labels), data.classes)
     other = Dataset(data.inputs, np.argsort(order)[labels], classes)
     assert same(moved(redrawn(case, one)), moved(redrawn(case, other)))
+
+
+@pytest.fixture(scope="module")
+def ranked(texts: Known, tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    """The transfer of texts, with models of its own for each of three processes."""
+    return [text_case(tmp_path_factory.mktemp(f"rank-{rank}"), texts[1], **OPTIONS) for rank in range(3)]
+
+
+@quick
+@given(order=st.integers(2, 3).flatmap(lambda size: st.permutations(range(size))), size=st.integers(3, COUNT))
+def test_processes_and_their_order(texts: Known, ranked: list[Case], order: list[int], size: int) -> None:
+    """Two or three processes share the batches, in any order in which they run and add their sums.
+
+    A device is a process here, as `torchrun` starts one per GPU: on this machine, without GPUs, processes are threads
+    that take turns in the given order. Dividing, exchanging and adding is the code of the product.
+    """
+    _, data, wanted = texts
+    together = Together(order)
+    found = together.run(lambda rank: moved(redrawn(ranked[rank], data, batch_size=size)))
+    assert together.used["sum"]
+    assert together.used["gather"]
+    assert len(found) == len(order)
+    assert all(distance(wanted, each) < BOUND for each in found)
+    assert all(same(found[0], each) for each in found)
