@@ -437,8 +437,10 @@ def run_once(case: Case, expected: Expected, folder: Path, choose: random.Random
             first = now if first is None and hidden(working_folder(case, folder)) else first
             since = began if early else first
             if since is not None and now - since > delay:
-                sent = not worker or kill_worker(process.pid, number, choose)
-                if sent:
+                if not worker:
+                    process.send_signal(number)
+                if not worker or kill_worker(process.pid, number, choose):
+                    sent = True
                     break
             time.sleep(0.005)
         _, error = process.communicate()

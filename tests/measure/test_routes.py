@@ -74,6 +74,15 @@ def test_answers_that_the_old_model_hardly_hits_are_measured_in_bits(
     assert (found.score, found.flips) == (score, flips)
 
 
+def test_flips_are_what_was_right_and_is_wrong_now(judge: RouteJudge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old model has the first 40 right, the new one all but the first 30: its gains are no flips."""
+    judge.right = np.arange(COUNT) < 40
+    found = row("port", 30).found
+    monkeypatch.setattr(RouteJudge, "_ask", lambda *_: found)
+    model: Any = None
+    assert judge.score("port", model).flips == 30
+
+
 class TestWords:
     def test_lost_answers_are_named(self, judge: RouteJudge) -> None:
         """All owls become cats, and one dog; dogs are still answered."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,14 +40,12 @@ def longest_run(texts: Iterable[str], others: Iterable[str]) -> int:
     3
     """
     first, second = [words_of(text) for text in texts], [words_of(text) for text in others]
-    low, high = 0, min(max(map(len, first), default=0), max(map(len, second), default=0))
-    while low < high:  # a shared run holds all shorter ones
-        middle = (low + high + 1) // 2
-        if _runs(first, middle).isdisjoint(_runs(second, middle)):
-            high = middle - 1
-        else:
-            low = middle
-    return low
+    most = min(max(map(len, first), default=0), max(map(len, second), default=0))
+
+    def absent(length: int) -> bool:  # a shared run holds all shorter ones
+        return _runs(first, length).isdisjoint(_runs(second, length))
+
+    return bisect_left(range(1, most + 1), True, key=absent)
 
 
 def share_with_run(texts: Sequence[str], others: Iterable[str], length: int = RUN) -> float:
