@@ -252,6 +252,13 @@ class TestAnswers:
         )
         assert float(matching._divergence(teacher, student)) == pytest.approx(expected, rel=1e-12)
 
+    def test_the_loss_softens_the_answers_and_wants_the_likeliest_written(self) -> None:
+        teacher, student = torch.randn(2, 3, 4, dtype=torch.float64)
+        wanted, found = (softmax(side.numpy() / matching.SOFT, axis=-1) for side in (teacher, student))
+        own = student.numpy()[np.arange(3), teacher.numpy().argmax(-1)]
+        expected = matching.SOFT**2 * rel_entr(wanted, found).sum(-1).mean() - own.mean()
+        assert float(matching._answer_loss(teacher, student)) == pytest.approx(expected, rel=1e-12)
+
     def test_many_answers_are_drawn_without_the_label(self) -> None:
         words = tuple(f"class {number}" for number in range(30))
         kept = [
@@ -262,6 +269,61 @@ class TestAnswers:
         assert kept[0] is not None
         assert [len(set(each)) for each in kept[0]] == [8, 8]
         assert kept[0][0] != kept[0][1]
+
+
+class TestLabels:
+    """Prompts with free answers of the teacher, which most of them share."""
+
+    LABELS = tuple(f"{one} {two}" for one in ("sea", "bird", "rain") for two in ("up", "down", "far", "near"))
+
+    @staticmethod
+    def asked(folder: Path, given: list[str], prompts: list[str] | None = None) -> DatasetSamples:
+        words = gpt_tokenizer()
+        source = write(folder / "source", make("gpt2", vocab_size=len(words)), words)
+        target = write(folder / "target", make("gpt2", OTHER, vocab_size=len(words)), words)
+        texts = prompts or [f"{SENTENCES[number % len(SENTENCES)]} {number}?" for number in range(len(given))]
+        return drawn(source, target, Dataset(texts, None, (), targets=given, answers="teacher"))
+
+    def test_a_prompt_is_asked_with_the_labels_that_are_near_its_own(self, tmp_path: Path) -> None:
+        """By the likelihoods of plain transformers: of the first two prompts of a label, with the end of a text."""
+        given = [self.LABELS[number % 12] for number in range(36)]
+        samples = self.asked(tmp_path, given)
+        found = unlabelled(samples)
+        assert (found.objective.name, matching_of(found).name) == ("answers", "answers")
+        assert found.dataset.choices is not None
+        assert [each[0] for each in found.dataset.choices] == given
+        assert {len(set(each)) for each in found.dataset.choices} == {matching.ANSWERS}
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "source").eval()
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "source")
+        scores = dict.fromkeys(self.LABELS, 0.0)
+        for label in self.LABELS:
+            for prompt in (samples.dataset.inputs[0], samples.dataset.inputs[12]):
+                ids = tokenizer(f"{prompt} {label}{tokenizer.eos_token}", return_tensors="pt").input_ids
+                labels = ids.clone()
+                labels[:, : tokenizer(prompt, return_tensors="pt").input_ids.shape[1]] = -100
+                with torch.no_grad():
+                    scores[label] -= float(model(ids, labels=labels).loss) * int((labels != -100).sum())
+        others = sorted((label for label in self.LABELS if label != given[0]), key=lambda name: -scores[name])
+        margin = scores[others[6]] - scores[others[7]]
+        assert margin > 1e-3, "the eighth is as likely as the seventh: the order says nothing"
+        assert set(found.dataset.choices[0][1:]) == set(others[:7])
+
+    def test_few_labels_are_all_asked(self, tmp_path: Path) -> None:
+        found = unlabelled(self.asked(tmp_path, ["yes", "no", "no"] * 4))
+        assert found.dataset.choices is not None
+        assert {tuple(sorted(each)) for each in found.dataset.choices} == {("no", "yes")}
+
+    @pytest.mark.parametrize(
+        ("given", "prompts"),
+        [
+            ([f"answer {number}" for number in range(9)], None),  # nobody shares them
+            (["yes"] * 9, None),  # nothing to choose from
+            (["yes", "no"] * 6, [f"prompt {number // 2}" for number in range(12)]),  # the data's answer beside it
+        ],
+    )
+    def test_other_answers_stay_texts(self, tmp_path: Path, given: list[str], prompts: list[str] | None) -> None:
+        samples = self.asked(tmp_path, given, prompts)
+        assert unlabelled(samples) is samples
 
 
 def test_tokens_are_compared_at_the_same_positions() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,8 @@ from .chat import prompt_of
 from .dataset import Dataset, LazySequence
 
 WAYS = 3  # to name the right choice: its place, its letter, its text
+GIVEN = 3  # samples that have an answer, if it is one of a kind that many share
+SHARED = 0.5  # the least share of samples with such an answer if the answers are labels
 
 
 def read_choices(
@@ -101,6 +104,17 @@ def without_labels(data: Dataset, most: int) -> Dataset:
     drawn = [(answers, np.sort(generator.permutation(len(answers))[:most])) for answers in candidates_of(data)]
     choices = [[answers[place] for place in kept] for answers, kept in drawn]
     return replace(with_answers(data, [each[0] for each in choices]), choices=choices)
+
+
+def shared_answers(given: Sequence[str]) -> tuple[str, ...]:
+    """The answers that several samples share, most frequent first, if most samples have one of them; else none.
+
+    >>> shared_answers(["yes", "no", "yes", "no", "yes", "no", "maybe"]), shared_answers(["a", "b", "c"])
+    (('yes', 'no'), ())
+    """
+    counts = Counter(given)
+    labels = tuple(label for label, count in counts.most_common() if count >= GIVEN)
+    return labels if sum(counts[label] for label in labels) >= SHARED * counts.total() else ()
 
 
 def each_answer(data: Dataset) -> tuple[Dataset, list[int]]:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
+from ..data.choices import shared_answers
 from ..errors import DataError, first_of
 from ..models.generation import Sampling
 from ..processes import by_first
@@ -32,8 +33,6 @@ UNKNOWN = "answer"  # the filter of answers that are not among those to choose f
 COLLAPSED = 0.9  # the share of one answer that is too much
 FEW_ANSWERS = 0.25  # the share of answers that is too few
 TOLD = 0.5  # the share of texts that a probe tells from own ones that is too much
-GIVEN = 3  # texts that an answer is given to, if it is one of a kind that many texts share
-SHARED = 0.5  # the least share of texts with such an answer if the answers are labels
 RARE = "rare answer"
 
 Answer = Callable[[Sequence[str]], Sequence[str]]
@@ -236,9 +235,7 @@ def labels_of(now: Rounds, prompts: Prompts) -> tuple[str, ...]:
     given = [answer for _, answer in (*now.kept, *now.spare) if answer is not None]
     if prompts.choices or len(given) < FIRST // 2:
         return prompts.choices
-    counts = Counter([*prompts.answers, *given])
-    labels = tuple(label for label, count in counts.items() if count >= GIVEN)
-    return labels if sum(counts[label] for label in labels) >= SHARED * counts.total() else ()
+    return shared_answers([*prompts.answers, *given])
 
 
 def _without_rare(now: Rounds, prompts: Prompts) -> list[tuple[str, str | None]]:

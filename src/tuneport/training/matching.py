@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.choices import without_labels
+from ..data.chat import last_answer
+from ..data.choices import shared_answers, without_labels
 from ..data.dataset import UNLABELLED, as_numbers
 from ..errors import DataError, TuneportError, first_of
 from ..measure.answers import is_choice
@@ -36,6 +37,9 @@ BATCH = 128  # samples of an update
 TEXT_BATCH = 16  # of language models
 TEXTS = 32  # of a pass: texts of a similar length, padded little
 ANSWERS = 8  # of a sample at most: each of them takes time
+SHOWN = 2  # prompts of a label that show which others are near it
+SCORED = 256  # answers that a teacher scores at once
+SOFT = 4.0  # by which the log-probabilities of answers are divided: a sharp teacher says little of all but one
 NONE = -1e6  # the score of an answer that only other samples have
 SOFTNESS = 0.1  # the standard deviation of a sample's class scores in the soft targets
 
@@ -69,11 +73,37 @@ class Matching:
 def unlabelled(samples: DatasetSamples) -> DatasetSamples:
     """The samples without labels; a question to language models is asked with each of its answers."""
     if not is_choice(samples.dataset):
-        return samples
+        return _with_labels(samples) if samples.dataset.answers == "teacher" else samples
     if samples.objective.name not in ("causal", "seq2seq"):
         return replace(samples, dataset=replace(samples.dataset, labels=None))
     data = without_labels(samples.chosen, ANSWERS)
     return replace(samples, dataset=data, indices=np.arange(len(data)), objective=with_each_answer(samples.objective))
+
+
+def _with_labels(samples: DatasetSamples) -> DatasetSamples:
+    """Prompts whose answers are labels as questions, each with the labels that its teacher finds near its answer.
+
+    A teacher says more of a label than that it is the right one: how likely it finds the others. Which ones are near a
+    label, a few of its prompts show. Other texts stay as they are, and so do prompts that are given two answers.
+    """
+    data = samples.chosen
+    asked, given = zip(*map(last_answer, data.inputs), strict=True) if data.has_chats else (data.inputs, data.targets)
+    labels = shared_answers(given or ())
+    pairs = {(str(prompt), answer) for prompt, answer in zip(asked, given or (), strict=False)}
+    if len(labels) < 2 or len(pairs) > len({prompt for prompt, _ in pairs}):
+        return samples
+    objective, near = with_each_answer(samples.objective), dict.fromkeys(labels, labels)
+    if len(labels) > ANSWERS:
+        rows = [row for label in labels for row in [at for at, own in enumerate(given) if own == label][:SHOWN]]
+        shown, teacher = replace(data.subset(rows), choices=[labels] * len(rows)), samples.models.source
+        ask, size = _of_answers(samples.models).ask.source, max(SCORED // len(labels), 1)
+        parts = [shown.subset(np.arange(at, min(at + size, len(rows)))) for at in range(0, len(rows), size)]
+        with torch.no_grad():
+            scores = torch.cat([ask(teacher.module, objective.encode(teacher, part)) for part in parts])
+        for label, row in zip(labels, scores.view(len(labels), SHOWN, -1).mean(1), strict=True):
+            near[label] = tuple(labels[place] for place in row.argsort(descending=True).tolist())
+    choices = [[own, *(label for label in near.get(own, labels) if label != own)][:ANSWERS] for own in given]
+    return replace(samples, dataset=replace(data, choices=choices), indices=np.arange(len(data)), objective=objective)
 
 
 def matching_of(samples: DatasetSamples) -> Matching:
@@ -230,9 +260,12 @@ def _of_answers(models: Sides[Model]) -> Matching:
 
 
 def _answer_loss(teacher: Tensor, student: Tensor) -> Tensor:
-    """The divergence among the answers (N, K), and the surprise at the teacher's own: the student has to write it."""
+    """The divergence among the answers (N, K), softened, and the surprise at the teacher's own.
+
+    The student has to write the latter. The square keeps the gradients of softened answers as large as without.
+    """
     own = student.gather(1, teacher.argmax(-1, keepdim=True))
-    return _divergence(teacher, student) - own.mean()
+    return SOFT**2 * _divergence(teacher / SOFT, student / SOFT) - own.mean()
 
 
 def _of_tokens(models: Sides[Model]) -> Matching:
