@@ -59,7 +59,7 @@ def test_prompts_without_answers_are_enough(run: Run, animals: Animals, place: P
     done = run(*words, "--json")
     assert done.code == 0, done.err
     entry = done.json["distilled"]
-    assert (entry["matching"], entry["samples"], entry["held_out"], entry["extra"]) == ("texts", 50, 10, 0)
+    assert (entry["matching"], entry["samples"], entry["held_out"], entry["extra"]) == ("answers", 50, 10, 0)
     assert writes(place / "out", *PROMPTS[::9]) == [(answer, True) for answer in ANSWERS[::9]]
     assert writes(animals.target, PROMPTS[0])[0][0] != ANSWERS[0]
 
@@ -155,7 +155,9 @@ class TestExtra:
         assert done.json["extra"]["name"] == "extra"
         assert writes(place / "out", PROMPTS[-1]) == [(ANSWERS[-1], True)]
 
-    def test_images(self, run: Run, zoo: Zoo, place: Path) -> None:
+    def test_images(self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They take more steps, unless the steps are given."""
+        monkeypatch.setattr("tuneport.training.distill.STEPS_BESIDE", 3)
         pixels = np.random.default_rng(0).integers(0, 256, (30, 16, 16, 3), dtype=np.uint8)
         np.savez(place / "other.npz", x_train=pixels)
         models = ["--finetuned", zoo["clip_vision-tuned"], "--target", zoo["clip_vision-target"], "--data", zoo.data]
@@ -163,7 +165,11 @@ class TestExtra:
         done = run(*words, "--extra", place / "other.npz")
         assert done.code == 0, done.err
         entry = done.json["distilled"]
-        assert (entry["samples"], entry["held_out"], entry["extra"]) == (8, 8, 30)
+        assert (entry["samples"], entry["held_out"], entry["extra"], entry["steps"]) == (8, 8, 30, 2)
+        words = [word for word in words if word not in ("--steps", 2)]
+        monkeypatch.setattr("tuneport.training.distill.EPOCHS", 0)
+        done = run(*words, "--overwrite", "--extra", place / "other.npz")
+        assert done.json["distilled"]["steps"] == 3
         (place / "texts.txt").write_text("a\nb\n")
         assert_refused(run(*words, "--overwrite", "--extra", place / "texts.txt"), 1, "--extra has texts", "images")
 

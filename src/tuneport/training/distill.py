@@ -53,6 +53,7 @@ OWN, OWN_OF_WRITTEN = 2, 8  # own samples are at least one of so many that are t
 PASS_LETTERS = 6000  # characters of the texts of a pass, about 2,000 tokens
 ANCHORED = 2  # an anchor every so many steps
 STEPS, MOST_STEPS, EPOCHS = 300, 2000, 10  # of a run whose steps follow from the samples
+STEPS_BESIDE = 1000  # at least, if other images are taught beside the own ones
 RATE = 0.12  # the learning rate of a model of width one
 LORA_RATE = 5.0  # times that of all weights
 VIEWS = 4  # augmented copies of each held-out sample
@@ -100,14 +101,14 @@ class Extra:
     like_own: bool = False
 
 
-def schedule_of(config: DistillConfig, model: Model, usual: int, count: int) -> Schedule:
+def schedule_of(config: DistillConfig, model: Model, usual: int, count: int, least: int = STEPS) -> Schedule:
     """Ten steps of warm-up, no weight decay: the start is where the student shall stay near.
 
-    The learning rate follows from the student's width unless it is given, the batch size is the `usual` one, and steps
-    follow from the number of samples.
+    The learning rate follows from the student's width unless it is given, the batch size is the `usual` one, and steps,
+    at `least` so many, follow from the number of samples.
     """
     batch = config.batch_size or usual
-    steps = config.steps or min(max(round(EPOCHS * count / batch), STEPS), MOST_STEPS)
+    steps = config.steps or min(max(round(EPOCHS * count / batch), least), MOST_STEPS)
     rate = RATE / median_low(layer.in_features for layer in model.layers)
     rate *= LORA_RATE if config.lora is not None else 1.0
     return Schedule(
@@ -147,7 +148,8 @@ def distill(
     matching = matching_of(samples)
     compared = _comparable(samples, matching)
     held_out, taught, others = _lessons(compared, own, extra)
-    schedule = schedule_of(config, target, matching.batch_size, len(taught))
+    least = STEPS_BESIDE if extra is not None and samples.dataset.kind == "image" else STEPS
+    schedule = schedule_of(config, target, matching.batch_size, len(taught), least)
     steps = schedule.steps
     events.plan(steps)
     teacher, precision = samples.models.source.module, _autocast(target)
