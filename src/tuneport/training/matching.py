@@ -87,9 +87,9 @@ def _with_labels(samples: DatasetSamples) -> DatasetSamples:
     label, a few of its prompts show. Other texts stay as they are, and so do prompts that are given two answers.
     """
     data = samples.chosen
-    asked, given = zip(*map(last_answer, data.inputs), strict=True) if data.has_chats else (data.inputs, data.targets)
-    labels = shared_answers(given or ())
-    pairs = {(str(prompt), answer) for prompt, answer in zip(asked, given or (), strict=False)}
+    answers = data.targets or [""] * len(data)  # of passages; chats hold theirs
+    asked, given = zip(*map(last_answer, data.inputs), strict=True) if data.has_chats else (data.inputs, answers)
+    labels, pairs = shared_answers(given), {(str(prompt), answer) for prompt, answer in zip(asked, given, strict=True)}
     if len(labels) < 2 or len(pairs) > len({prompt for prompt, _ in pairs}):
         return samples
     objective, near = with_each_answer(samples.objective), dict.fromkeys(labels, labels)
