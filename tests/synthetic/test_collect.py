@@ -81,6 +81,21 @@ def test_as_many_as_wanted_are_kept() -> None:
     assert record["dropped"] == {"form": {}, "near duplicates": {}}
 
 
+def test_a_text_of_an_earlier_round_is_kept_once() -> None:
+    """Every second text of a round is that of the rounds before it."""
+
+    class Repeats(Fake):
+        def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]:
+            found = super().write(prompts, sampling, advance)
+            words = [hashlib.sha256(str(place).encode()).hexdigest()[:16] for place in range(len(prompts))]
+            return [Written(f" how much is {words[at]} ?") if at % 2 else each for at, each in enumerate(found)]
+
+    found = collect(Repeats(), Prompts(SEEDS), Goal(count=300))
+    assert found.rounds > 1
+    assert len(found.texts) == len(set(found.texts)) == 300
+    assert found.dropped["near duplicates"]["like another"] > 0
+
+
 def test_every_filter_counts_what_it_drops() -> None:
     def change(text: str, _: str) -> str:
         return {"0": "short", "1": SEEDS[0], "2": text[:-1]}.get(text[12], text)
