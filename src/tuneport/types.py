@@ -36,6 +36,9 @@ class Events:
     def plan(self, total: float) -> None:
         """The run will take so many units; within a step that has units, the step so many samples."""
 
+    def extend(self, units: float) -> None:
+        """The run takes so many units more than planned."""
+
     def advance(self, count: int) -> None:
         """So many samples, or steps of training, are done."""
 

@@ -107,6 +107,18 @@ def test_without_units_the_plan_counts_samples(clock: Clock, said: io.StringIO) 
     assert said.getvalue() == "asking one: 50 %, 60 s left\nasking another: 100 %\n"
 
 
+def test_a_step_that_was_not_planned_makes_the_run_longer(clock: Clock, said: io.StringIO) -> None:
+    with Bar("porting") as bar:
+        bar.plan(100)
+        bar.step("measuring", 100, 2)
+        clock.now += 50
+        bar.advance(1)
+        bar.extend(100)
+        clock.now += 50
+        bar.advance(1)
+    assert said.getvalue().splitlines() == ["measuring: 50 %, 50 s left", "measuring: 50 %, 2 min left"]
+
+
 @pytest.mark.parametrize("more", [{"scale": 1.0}, {"scale": "auto"}, {"scale": "safe", "distill": 2}])
 def test_the_steps_of_a_transfer_add_up_to_its_plan(zoo: Zoo, tmp_path: Path, more: dict[str, Any]) -> None:
     planned: list[float] = []

@@ -43,12 +43,13 @@ from tuneport.errors import DataError, TuneportError
 from tuneport.measure import accuracy, language
 from tuneport.measure.objectives import (
     OBJECTIVES,
+    TokenLoss,
     batch_for,
     choose_objective,
+    labelled_tokens,
     load_loss,
     next_tokens,
     questions_at_once,
-    token_cross_entropy,
 )
 from tuneport.models.base import Model
 from tuneport.models.families.huggingface_text import SENTENCE_SCALE
@@ -130,9 +131,34 @@ def test_tokens_before_the_first_answer_are_not_scored(models: dict[str, Model],
         handle.remove()
     first = int((labels != UNLABELLED).any(0).nonzero()[0])
     assert first > 1
-    assert [part.shape[1] for part in seen] == [labels.shape[1] - first + 1, labels.shape[1]]
+    assert [part.shape[:2].numel() for part in seen] == [2 * (labels.shape[1] - first), labels.numel()]
     assert torch.equal(kept, labels[:, first:])
     torch.testing.assert_close(scores, whole[:, first - 1 : -1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_only_tokens_with_a_label_are_scored(models: dict[str, Model], family: str) -> None:
+    """The head over the vocabulary sees them alone; their scores are those of transformers at the same places."""
+    model = models[family]
+    prompts, targets = ["the cat sat", "a small dog barked at "], ["on the mat", "the tall man in the garden"]
+    name = str(model.generates)
+    inputs, labels = batch_for(model, OBJECTIVES[name].encode(model, data(prompts, targets=targets)))
+    seen = []
+    handle = model.module.get_output_embeddings().register_forward_hook(lambda _m, given, _o: seen.append(given[0]))
+    try:
+        with torch.no_grad():
+            scores, kept, rows = labelled_tokens(model, model.module, (inputs, labels))
+    finally:
+        handle.remove()
+    with torch.no_grad():
+        whole = model.module(**inputs, **({"labels": labels} if name == "seq2seq" else {})).logits
+    whole = whole[:, :-1] if name == "causal" else whole
+    wanted = labels[:, 1:] if name == "causal" else labels
+    named = wanted != UNLABELLED
+    assert name == "seq2seq" or seen[0].shape[:2].numel() == int(named.sum()) < named.numel()
+    assert torch.equal(kept, wanted[named])
+    assert torch.equal(rows, named.nonzero()[:, 0])
+    torch.testing.assert_close(scores, whole[named], rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_cannot_leave_scores_out_has_the_same_loss(models: dict[str, Model]) -> None:
@@ -175,7 +201,7 @@ def test_labels_that_are_all_left_out_have_no_loss(models: dict[str, Model]) -> 
     with torch.no_grad():
         scores, kept = next_tokens(model, model.module, (inputs, torch.full_like(labels, UNLABELLED)))
     assert scores.shape[:2] == kept.shape
-    assert float(token_cross_entropy(scores, kept)) == 0.0
+    assert float(TokenLoss(model)(model.module, (inputs, torch.full_like(labels, UNLABELLED)))) == 0.0
 
 
 def test_seq2seq_loss_is_that_of_transformers_times_the_tokens(models: dict[str, Model]) -> None:

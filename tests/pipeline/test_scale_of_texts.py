@@ -25,7 +25,7 @@ from tuneport.measure.objectives import read_answers
 from tuneport.measure.samples import DatasetSamples
 from tuneport.models.open import open_model
 from tuneport.outputs import ModelOutput
-from tuneport.pipeline.scale import MOST_ANSWERS, TOKEN_SCALES, Judge, Score, choose_scale, score_of_classes
+from tuneport.pipeline.scale import MOST_ANSWERS, TOKEN_SCALES, Judge, Score, choose_scale, is_clear, score_of_classes
 from tuneport.pipeline.transfer import transfer
 from tuneport.types import ScaleRule
 
@@ -84,6 +84,37 @@ def test_a_tenth_of_a_change_is_found(knowing: Any, tokenizer: Any, tmp_path: Pa
     auto, safe = (transfer(*folders, folders[0], data, method="naive", samples=16, scale=rule) for rule in rules)
     assert auto.scale == 0.1
     assert 0 < safe.scale <= 0.1
+
+
+def test_a_clear_choice_needs_one_half_of_the_samples(knowing: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """The best model is the fine-tune itself, and its base is far from it; the rule `safe` asks both halves."""
+    torch.manual_seed(0)
+    base = copy.deepcopy(knowing)
+    with torch.no_grad():
+        for weight in layers_of(base).values():
+            weight.add_(weight.std() * torch.randn_like(weight))
+    folders = [write(tmp_path / name, module, tokenizer) for name, module in (("base", base), ("tuned", knowing))]
+    data = Dataset([f"{text} {OTHER}" for text in QUESTIONS] * 2, None, ())
+    rules: tuple[ScaleRule, ...] = ("auto", "safe")
+    found = [transfer(*folders, folders[0], data, method="naive", samples=16, scale=rule) for rule in rules]
+    assert [(each.scale, each.record["scale_choice"]["samples"]) for each in found] == [(1.0, 8), (1.0, 16)]
+
+
+@pytest.mark.parametrize(
+    ("zero", "other", "clear"),
+    [
+        ((9.0, 9.1, 9.2), (3.0, 3.1, 3.2), True),  # worse by 1.1, with a standard error of 0.52
+        ((9.0, 9.1, 9.2), (1.5, 2.0, 4.4), True),  # worse by 0.63 +- 0.41, which is less than a tenth of 7.1
+        ((5.0, 5.1, 5.2), (1.5, 2.0, 4.4), False),  # and more than a tenth of 3.1
+        ((1.5, 2.0, 4.4), (9.0, 9.1, 9.2), False),  # that zero is worse is not clear
+        ((1.0, 2.0, 3.0), (9.0, 9.1, 9.2), False),  # nor is a change that changes nothing
+    ],
+)
+def test_one_half_is_enough_where_the_choice_is_clear_or_matters_little(
+    zero: tuple[float, ...], other: tuple[float, ...], clear: bool
+) -> None:
+    scores = [Score(float(np.mean(each)), losses=torch.tensor(each)) for each in (zero, (1.0, 2.0, 3.0), other)]
+    assert is_clear(scores) is clear
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +244,9 @@ def test_the_plan_counts_the_passes_of_all_answers(trio: list[Path], kind: str, 
     planned = expected(job)["expected"]["answers"]["target"]
     run(job)
     assert planned == len(TOKEN_SCALES) * (1 if cached else answers) * 16
-    assert planned * 3 / 8 <= sum(rows) <= planned * 7 / 8, "by some of the candidates"
+    assert planned * 2 / 8 <= sum(rows) <= planned * 7 / 8, (
+        "by some of the candidates, and by one half if that is clear"
+    )
 
 
 def test_many_answers_are_judged_by_some(trio: list[Path]) -> None:

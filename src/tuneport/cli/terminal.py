@@ -147,7 +147,9 @@ class _Bars:
         self._begun = time.monotonic()
 
     def update(self, task: TaskID, **changes: Any) -> None:
-        """As that of rich; `completed` counts steps, `description` replaces the words."""
+        """As that of rich; `completed` counts steps, `description` replaces the words, `more` is added to the total."""
+        if (more := changes.pop("more", 0.0)) and (total := self._bar.tasks[task].total):
+            changes["total"] = total + more
         self._bar.update(task, **changes)
         found, now = self._bar.tasks[task], time.monotonic()
         share = min(found.completed / found.total, 1.0) if found.total else 0.0
@@ -207,6 +209,9 @@ class Bar(Events):
         self._before = 0.0
         self._bars.begin()
         self._show(total=total or None)
+
+    def extend(self, units: float) -> None:
+        self._bars.update(self._task, more=units)
 
     def advance(self, count: int) -> None:
         if self._units:

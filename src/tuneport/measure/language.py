@@ -11,17 +11,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..data.choices import candidates_of, each_answer
 from ..data.dataset import UNLABELLED, Dataset, with_prompts
 from ..errors import DataError, TuneportError
-from ..models.base import Model
+from ..models.base import Model, widened
 from ..models.tokenizer import Encoded
 from ..processes import divided
 from ..types import Progress
 from .accuracy import Evaluation, Protocol, check_samples
 from .chance import ratio, standard_error
-from .objectives import batch_for, choose_objective, next_tokens, questions_at_once, sample_losses
+from .objectives import batch_for, choose_objective, labelled_tokens, questions_at_once, sum_by_row
+from .samples import by_length
 
 
 @dataclass(frozen=True)
@@ -119,29 +121,31 @@ def _score(
 ) -> _Scores:
     objective = choose_objective(data, [model])
 
+    # rows that are answers to one question stay together
+    order = np.arange(len(data)) if counts else by_length(data, np.arange(len(data)))
+
     def scored(start: int) -> list[NDArray[Any]]:
-        samples = data.subset(np.arange(start, min(start + batch_size, len(data))))
+        samples = data.subset(order[start : start + batch_size])
         encoded = objective.encode(model, with_prompts(samples))
         with torch.inference_mode():
-            logits, labels = next_tokens(model, model.module, batch_for(model, encoded), counts)
-            wanted = labels != UNLABELLED
-            right = (logits.argmax(-1) == labels) & wanted
-            sums = [each.sum(1).cpu().numpy() for each in (wanted, right)]
-            losses = [sample_losses(logits, each).cpu().numpy() for each in (labels, _own(model, encoded, labels))]
+            scores, labels, rows = labelled_tokens(model, model.module, batch_for(model, encoded), counts)
+            losses = F.cross_entropy(widened(scores), labels, reduction="none").double()
+            own, right = losses * _own(model, encoded).to(losses.device), scores.argmax(-1) == labels
+            values = (losses, own, torch.ones_like(labels), right)
+            sums = [sum_by_row(each, rows, len(samples)).cpu().numpy() for each in values]
         if progress is not None:
             progress(len(samples))
-        return [*losses, *sums, np.array(encoded.characters), np.array(encoded.cut, dtype=np.int64)]
+        counted = [each.astype(np.int64) for each in sums[2:]]
+        return [*sums[:2], *counted, np.array(encoded.characters), np.array(encoded.cut, dtype=np.int64)]
 
     parts = divided(range(0, len(data), batch_size), scored)
-    return _Scores(*(np.concatenate(values) for values in zip(*parts, strict=True)))
+    found = (np.concatenate(values) for values in zip(*parts, strict=True))
+    return _Scores(*(values[np.argsort(order)] for values in found))
 
 
-def _own(model: Model, encoded: Encoded, labels: Tensor) -> Tensor:
-    """Return the labels (N, K) of `next_tokens` without those that spell no character of a text."""
+def _own(model: Model, encoded: Encoded) -> Tensor:
+    """Whether each token with a label (M,), row by row, spells characters of a text."""
     assert encoded.labels is not None
     assert encoded.inside is not None
     first = int(model.generates == "causal")  # its first token is not predicted
-    given, inside = (each[:, first:].to(labels.device) for each in (encoded.labels, encoded.inside))
-    wanted, own = labels != UNLABELLED, labels.clone()
-    own[wanted] = labels[wanted].masked_fill(~inside[given != UNLABELLED], UNLABELLED)  # in one order, row by row
-    return own
+    return encoded.inside[:, first:][encoded.labels[:, first:] != UNLABELLED]

@@ -120,16 +120,8 @@ class Measurement:
 
     @property
     def samples_at_once(self) -> int | None:
-        """The number of samples in one pass through models in memory; None for all of a batch.
-
-        On a CPU a few are faster than many, since they stay in its caches, and need less memory: eight, or as many as
-        have the units of eight in a layer of width 1,024, for narrow models, whose passes cost calls, not arithmetic.
-        """
-        if self.target.device.type != "cpu":
-            return None
-        layers = (layer for model in self.models for layer in model.layers)
-        widest = max((max(layer.in_features, layer.out_features) for layer in layers), default=1024)
-        return max(8, 8 * 1024 // widest)
+        """The number of samples in one pass through models in memory; None for all of a batch."""
+        return samples_at_once(self.models)
 
     @property
     def runs_on(self) -> torch.device:
@@ -138,3 +130,16 @@ class Measurement:
         if limits.device is None or not (limits.placements is not None or self.needs_placement):
             return self.target.device
         return limits.device
+
+
+def samples_at_once(models: Sides[Model]) -> int | None:
+    """The number of samples in one pass through models in memory; None for all of a batch.
+
+    On a CPU a few are faster than many, since they stay in its caches, and need less memory: eight, or as many as have
+    the units of eight in a layer of width 1,024, for narrow models, whose passes cost calls, not arithmetic.
+    """
+    if models.target.device.type != "cpu":
+        return None
+    layers = (layer for model in models for layer in model.layers)
+    widest = max((max(layer.in_features, layer.out_features) for layer in layers), default=1024)
+    return max(8, 8 * 1024 // widest)

@@ -156,24 +156,47 @@ class TokenLoss:
     head: Head | None = None  # has no say
 
     def __call__(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        return token_cross_entropy(*next_tokens(self.model, module, batch))
+        scores, labels, _ = labelled_tokens(self.model, module, batch)
+        return F.cross_entropy(widened(scores), labels, reduction="sum")
 
     def each(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], counts: Sequence[int] = ()) -> Tensor:
         """The sums of the samples (N,), in float64 on the CPU; `counts` as for `next_tokens`."""
-        return sample_losses(*next_tokens(self.model, module, batch, counts)).cpu()
+        return sample_losses(self.model, module, batch, counts).cpu()
 
 
-def token_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The sum for scores (N, T, vocabulary) and labels (N, T), without the labels to ignore."""
-    scores = widened(logits.flatten(0, 1))
-    return F.cross_entropy(scores, labels.flatten(), ignore_index=UNLABELLED, reduction="sum")
+def sample_losses(
+    model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], counts: Sequence[int] = ()
+) -> Tensor:
+    """The cross-entropy of each sample (N,), the sum over its tokens in float64; `counts` as for `next_tokens`."""
+    scores, labels, rows = labelled_tokens(model, module, batch, counts)
+    return sum_by_row(F.cross_entropy(widened(scores), labels, reduction="none"), rows, len(batch[1]))
 
 
-def sample_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """The cross-entropy of each sample (N,), the sum over its tokens in float64."""
-    scores = widened(logits.flatten(0, 1))
-    losses = F.cross_entropy(scores, labels.flatten(), ignore_index=UNLABELLED, reduction="none")
-    return losses.view_as(labels).double().sum(1)
+def sum_by_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """The sums (N,) in float64 of the values (M,) that are in each of the rows (M,)."""
+    return values.new_zeros(count, dtype=torch.float64).index_add(0, rows, values.double())
+
+
+def labelled_tokens(
+    model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], counts: Sequence[int] = ()
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores (M, vocabulary) of the tokens with a label, row by row, their labels (M,), and their rows (M,).
+
+    Of a long question with a short answer few are left: the scores of a token are as many as the vocabulary. `counts`
+    as for `next_tokens`.
+    """
+    labels = batch[1]
+    if counts and model.answer_logits is not None:
+        scores, labels = next_tokens(model, module, batch, counts)
+        named = labels != UNLABELLED
+        return scores[named], labels[named], named.nonzero()[:, 0]
+    if model.generates == "causal":  # the scores at a token are those of the next one
+        labels = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], UNLABELLED)], dim=1)
+    named = labels != UNLABELLED
+    scores = _run_in_parts(model, module, batch, named, len(labels))
+    if labels.is_meta:  # a forecast has no values: all tokens
+        return scores, labels.flatten(), labels.flatten()
+    return scores, labels[named], named.nonzero()[:, 0]
 
 
 def next_tokens(
@@ -181,25 +204,34 @@ def next_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Scores (N, K, vocabulary) and their labels (N, K), from the first position on that has a label.
 
-    For a causal model the scores are shifted by one position. Of a long question with a short answer few are left: the
-    scores of a token are as many as the vocabulary. With `counts`, the first `counts[0]` rows are answers to one
-    question, and so on: what they share is read once if the model can.
+    For a causal model the scores are shifted by one position. With `counts`, the first `counts[0]` rows are answers to
+    one question, and so on: what they share is read once if the model can.
     """
     inputs, labels = batch
-    assert model.token_logits is not None
     size = len(labels)
     if counts and model.answer_logits is not None:
         found = model.answer_logits(module, inputs, labels, counts)
         if found is not None:
             return found
         size = -(-size // ANSWERS_AT_ONCE)  # whole passes of the batch size
-    first = first_answer(model, labels)
-    parts = [{key: value[at : at + size] for key, value in inputs.items()} for at in range(0, len(labels), size)]
-    each = [model.token_logits(module, *part, first) for part in zip(parts, labels.split(size), strict=True)]
-    logits = each[0] if len(each) == 1 else torch.cat(each)
-    if model.generates == "causal":
-        return logits[:, :-1], labels[:, first + 1 :]
-    return logits[:, first:], labels[:, first:]
+    first, shift = first_answer(model, labels), int(model.generates == "causal")
+    wanted = torch.zeros_like(labels, dtype=torch.bool)
+    wanted[:, first : labels.shape[1] - shift] = True
+    scores = _run_in_parts(model, module, batch, wanted, size)
+    return scores.view(len(labels), -1, scores.shape[-1]), labels[:, first + shift :]
+
+
+def _run_in_parts(
+    model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], wanted: Tensor, size: int
+) -> Tensor:
+    """The scores (M, vocabulary) of the tokens that are wanted (N, T), of so many rows at a time."""
+    assert model.token_logits is not None
+    inputs, labels = batch
+    each = [
+        model.token_logits(module, {key: value[at : at + size] for key, value in inputs.items()}, *part)
+        for at, *part in zip(range(0, len(labels), size), labels.split(size), wanted.split(size), strict=True)
+    ]
+    return each[0] if len(each) == 1 else torch.cat(each)
 
 
 def questions_at_once(model: Model, batch_size: int, answers: int) -> int:
@@ -210,8 +242,6 @@ def questions_at_once(model: Model, batch_size: int, answers: int) -> int:
 
 def first_answer(model: Model, labels: Tensor) -> int:
     """The first position whose scores count in a batch: of a causal model, those of the next token."""
-    if labels.is_meta:  # a forecast has no values
-        return 0
     shift = model.generates == "causal"
     columns = (labels[:, shift:] != UNLABELLED).any(0).nonzero()
     return int(columns[0]) if len(columns) else 0

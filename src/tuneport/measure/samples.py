@@ -34,6 +34,14 @@ def first_half(count: int) -> int:
     return (count + 1) // 2 if count >= FEWEST else count
 
 
+def by_length(dataset: Dataset, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The samples with the long texts of each half first, so that little is padded and the first batch is large."""
+    lengths = -np.array([len(str(dataset.inputs[index])) for index in indices])
+    halves = np.split(np.arange(len(indices)), [first_half(len(indices))])
+    order: NDArray[np.int64] = np.concatenate([half[np.argsort(lengths[half], kind="stable")] for half in halves])
+    return np.take(indices, order)
+
+
 class Samples(ABC):
     """Calibration samples in batches for both models. `len` is the number of samples, 0 where it is not known."""
 

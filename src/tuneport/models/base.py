@@ -102,10 +102,10 @@ class Model:
         logits: runs the module and returns the scores of its classification layer, of each sample or of each token.
         layout: the places of the tokens of a batch of images.
         reader: the tokenizer of a text model.
-        token_logits: scores of the next tokens, of a batch, its labels and the first position of interest, if the model
-            generates text.
-        answer_logits: the same for rows that are several answers to each question, with the number of answers to each;
-            returns None if the shared tokens cannot be read once.
+        token_logits: scores of the next tokens (M, vocabulary), of a batch, its labels and the places of interest
+            (N, T), if the model generates text.
+        answer_logits: scores (N, K, vocabulary) and labels (N, K) of rows that are several answers to each question,
+            with the number of answers to each; returns None if the shared tokens cannot be read once.
         generate: continues a batch, padded on the left, by at most so many tokens, if the model generates text; a
             callback gets the scores of the next tokens (N, V) and returns the chosen ones (N,) and which texts are
             finished (N,).
@@ -134,7 +134,7 @@ class Model:
     logits: Forward | None = None
     layout: Callable[[Batch], TokenLayout] | None = None
     reader: Reader | None = None
-    token_logits: Callable[[nn.Module, Batch, Tensor, int], Tensor] | None = None
+    token_logits: Callable[[nn.Module, Batch, Tensor, Tensor], Tensor] | None = None
     answer_logits: Callable[[nn.Module, Batch, Tensor, Sequence[int]], tuple[Tensor, Tensor] | None] | None = None
     generate: Callable[[nn.Module, Batch, int, Choose], None] | None = None
     generates: str | None = None

@@ -201,8 +201,9 @@ def units_of(
         judge = Judge(target, setup.calibration, output_of(config), setup.change.fits_head)
         halves = [len(half.samples) for half in measurement.halves()]
         halves = halves if sum(halves) == count else halves[:1]
-        judged = sum(part * each for part, each in zip(halves, (judge.usually, judge.then), strict=False))
-        whole += costs.answer.target * judge.passes * judged + len(halves) * costs.solve(pairs)
+        judging = halves[:1] if judge.searches else halves  # of a language model the first is enough as a rule
+        solving = judging if len(groups) == 1 else halves
+        whole += costs.answer.target * judge.passes * sum(judging) * judge.usually + len(solving) * costs.solve(pairs)
     distilling = (config.distill or 0) * TAUGHT * (costs.answer.source + 3 * costs.answer.target)
     sources = int(is_whole(setup.models.source, setup.change, config.exclude))
     targets = 2 + (config.distill is not None)

@@ -22,9 +22,9 @@ from ..errors import DataError, TuneportError
 from ..io.hub import nearest_path
 from ..measure.accuracy import compute_features
 from ..measure.fitted_heads import agreement, answers_by_name, labelled_by, scores_by, scores_of_labels, with_scores
-from ..measure.measurement import Calibration
+from ..measure.measurement import Calibration, samples_at_once
 from ..measure.objectives import Objective, check_objective, choose_objective, forward_only, load_loss
-from ..measure.samples import DatasetSamples, Samples, UserBatches
+from ..measure.samples import DatasetSamples, Samples, UserBatches, by_length
 from ..measure.signals import NEEDS_BACKWARD, OUTPUT_GRADIENT
 from ..models.base import Model
 from ..models.change import Change
@@ -271,8 +271,11 @@ def _draw(
         features=look,
     )
     together = question.objective.together if question.loss is None else None
-    size = together or config.batch_size
-    drawn = DatasetSamples(models, dataset, indices, question.heads, size, question.objective)
+    size, order = together or config.batch_size, indices
+    if together is None and dataset.kind == "text":
+        size = min(size, samples_at_once(models) or size)
+        order = by_length(dataset, indices) if size < len(indices) else indices
+    drawn = DatasetSamples(models, dataset, order, question.heads, size, question.objective)
     return drawn, data_identity(place, dataset, indices, question.heads)
 
 

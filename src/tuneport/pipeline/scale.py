@@ -10,7 +10,8 @@ prefer some answers by far and still be often right, which no sharpness shows: t
 than at zero is not chosen, and only evidence leads away from zero: a change whose loss was lower by less than two
 standard errors did harm.
 
-A language model is judged at few of the candidates, those around the least loss on the first half (`around_least`).
+A language model is judged at few of the candidates, those around the least loss on the first half (`around_least`);
+the second half judges them only if the first leaves open which is best.
 
 The rule `auto` takes the least loss, and otherwise needs evidence only beyond 1. `safe` needs evidence for every step
 above the smallest scale: a quarter of a change has a quarter of its use, and a sixteenth of the harm that grows with
@@ -54,6 +55,8 @@ PAD_SCORE = -1e6  # the score of an answer that other samples have, and of a tok
 SHARPEST = 20.0  # the head's sharpness is fitted between 1 / SHARPEST and SHARPEST times its own
 # the standard errors by which a larger scale must be better: up to 1, beyond 1
 RULES: dict[ScaleRule, tuple[float, float]] = {"auto": (0.0, 2.0), "safe": (2.0, 3.0)}
+CLEAR = 2.0  # the same for the best of the scales, so that half of the samples choose it
+SMALL_PART = 0.1  # of the gain over zero
 FROM_ZERO = 2.0  # the same for any scale above zero, where a language model has answers to choose from
 
 
@@ -221,11 +224,6 @@ class Judge:
         return 5 if self.searches else len(self.candidates)
 
     @property
-    def then(self) -> int:
-        """The same of the second half."""
-        return 4 if self.searches else len(self.candidates)
-
-    @property
     def passes(self) -> int:
         """Forward passes of a sample at a candidate, as a rule: one for each answer to choose from."""
         return 1 if self.target.answer_logits is not None else max(self.answers_per_sample, 1)
@@ -313,8 +311,11 @@ def choose_on_halves(
     held_out = sides[0] is not sides[1]
     scores: dict[float, list[Scores]] = {}
     judged: Sequence[float] = () if judge.searches else judge.candidates
+    asked = 0
     for done, maker, other in zip(moved, sides, reversed(sides), strict=False):
         count = len(other.samples) * (len(judged) or judge.usually)
+        if judge.searches and judged:
+            events.extend(cost * judge.passes * count)
         events.step("choosing the scale", cost * judge.passes * count, count)
         batches = judge.batches(other.samples)
         update = Update(judge.target, done.task_vector, fits_head=judge.fits_head)
@@ -324,16 +325,29 @@ def choose_on_halves(
                 score(scale)
             if not judged:  # the first half says which scales the second judges
                 judged = around_least(score, judge.candidates, smallest=rule == "safe")
-        if not held_out:
+        asked += len(other.samples)
+        by_first = judge.searches and rule == "auto" and is_clear([judge.summarize(scores[each]) for each in judged])
+        if by_first or not held_out:
             break
-    samples = sum(len(side.samples) for side in (sides if held_out else sides[:1]))
     return choose_scale(
         lambda scale: judge.summarize(scores[scale]),
-        samples=samples,
+        samples=asked,
         held_out=held_out,
         candidates=judged,
         rule=rule,
     )
+
+
+def is_clear(found: Sequence[Score]) -> bool:
+    """Whether one half of the samples says enough of scales, the first of which is zero.
+
+    The loss of zero is above the least by two standard errors, and that of any other too, unless the choice between
+    them matters little: the difference is a tenth of the gain over zero or less.
+    """
+    best = min(found, key=lambda each: each.loss)
+    small = SMALL_PART * (found[0].loss - best.loss)
+    worse = [(each.loss - best.loss, CLEAR * _error(each, best)) for each in found if each is not best]
+    return all(loss > error or (place > 0 and loss <= small) for place, (loss, error) in enumerate(worse))
 
 
 def _scorer(

@@ -128,7 +128,8 @@ class _Solver:
         if len(groups) == 1:  # the second half is solved after the first is judged
             parts = self._measure_halves(groups[0], 0, first_groups)
             whole, counted = reduce(add, parts), _count(Statistics(), reduce(add, parts))
-            solved = (self._with_rows(self._move(sides[0], part)) for part in parts)
+            unplanned = (False, judge.searches)  # the second half of a search is solved if it is needed
+            solved = (self._with_rows(self._move(sides[0], *each)) for each in zip(parts, unplanned, strict=False))
             choice = choose_on_halves(judge, sides, solved, rule, self.events, self.costs.answer.target)
             return self._with_rows(self._move(sides[0], whole)), choice, counted
         moved: list[list[Transfer]] = [[] for _ in halves]
@@ -171,10 +172,18 @@ class _Solver:
         self.seconds += time.perf_counter() - started
         return statistics
 
-    def _move(self, measurement: Measurement, statistics: Statistics) -> Transfer:
+    def _move(self, measurement: Measurement, statistics: Statistics, unplanned: bool = False) -> Transfer:
         pairs = measurement.plan.pairs
-        self.events.step(f"solving {len(pairs)} layers", self.costs.solve(pairs))
-        return gather_transfer(problem_of(measurement, self.change.vector, statistics), self.method)
+        if unplanned:
+            self.events.extend(self.costs.solve(pairs))
+        self.events.step(f"solving {len(pairs)} layers", self.costs.solve(pairs), len(pairs))
+        # one process with a CPU solves the maps one by one in any case
+        alone = self.method.by_layer and ranks().size == 1 and measurement.runs_on.type == "cpu"
+        moved = []
+        for part in by_block(measurement) if alone else [measurement]:
+            moved.append(gather_transfer(problem_of(part, self.change.vector, statistics), self.method))
+            self.events.advance(len(part.plan.pairs))
+        return Transfer.join(moved)
 
     def _with_rows(self, moved: Transfer) -> Transfer:
         """A transfer with the rows of added tokens, unless the method moved the tables themselves."""

@@ -42,7 +42,8 @@ class Costs:
     def of(cls, measurement: Measurement) -> Costs:
         """The costs of a measurement; samples without a known number of tokens count as one token each."""
         samples = measurement.samples
-        first = next(iter(samples.take(slice(LOOKED_AT))), None) if isinstance(samples, DatasetSamples) else None
+        some = slice(None, None, max(len(samples) // LOOKED_AT, 1))  # they may be in the order of their lengths
+        first = next(iter(samples.take(some)), None) if isinstance(samples, DatasetSamples) else None
         batches: Sides[Any] = Sides(None, None) if first is None else Sides(first.source, first.target)
         counts = Sides(*(_tokens(*each) for each in zip(measurement.models, batches, strict=True)))
         answers = [_operations(model, *count) for model, count in zip(measurement.models, counts, strict=True)]

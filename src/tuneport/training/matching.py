@@ -237,7 +237,7 @@ def _of_answers(models: Sides[Model]) -> Matching:
 
     def ask(model: Model) -> Ask:
         def answer(module: nn.Module, encoded: Encoded) -> Tensor:  # (N, most answers)
-            losses = sample_losses(*next_tokens(model, module, batch_for(model, encoded), encoded.counts))
+            losses = sample_losses(model, module, batch_for(model, encoded), encoded.counts)
             return pad_sequence((-losses).split(list(encoded.counts)), batch_first=True, padding_value=NONE)
 
         return answer

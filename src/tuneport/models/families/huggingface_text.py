@@ -24,7 +24,7 @@ from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
 from ..base import MIXTURE, Batch, Model, outside_of
 from ..tokenizer import Reader
 from . import TOKENIZER_FILES, open_tokenizer
-from .huggingface_answers import accepts, answer_logits
+from .huggingface_answers import answer_logits
 from .huggingface_generation import end_tokens, generate
 from .huggingface_heads import head_fields
 
@@ -83,14 +83,19 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         inner = getattr(part, "transformer", part).encoder if text_kind == SEQ2SEQ else part.base_model
         return _pool(inner(**batch).last_hidden_state, batch["attention_mask"], pooling)
 
-    def token_logits(part: Any, batch: Batch, labels: Tensor, first: int = 0) -> Tensor:
-        """The scores of tokens (N, T, vocabulary) for labels (N, T); of a decoder, from position `first` on."""
-        if text_kind == SEQ2SEQ:
-            scores: Tensor = part(**batch, labels=labels).logits
-            return scores
-        wanted = {"logits_to_keep": labels.shape[1] - first} if first and "logits_to_keep" in accepts(part) else {}
-        scores = part(**batch, **wanted).logits
-        return scores if wanted else scores[:, first:]
+    def token_logits(part: Any, batch: Batch, labels: Tensor, kept: Tensor) -> Tensor:
+        """The scores (M, vocabulary) of the tokens that are `kept` (N, T), for labels (N, T)."""
+        given = {"labels": labels} if text_kind == SEQ2SEQ else {}  # and the loss that is computed needs all scores
+        head = None if given or kept.is_meta else part.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, inputs: inputs[0][kept][None]) if head is not None else None
+        try:
+            scores: Tensor = part(**batch, **given).logits
+        finally:
+            if hook is not None:
+                hook.remove()
+        if scores.shape[:2] == kept.shape:  # of all tokens
+            return scores.flatten(0, 1) if kept.is_meta else scores[kept]
+        return scores[0]
 
     def embed(texts: Sequence[str]) -> Tensor:
         assert reader is not None
