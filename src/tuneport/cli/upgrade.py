@@ -38,13 +38,18 @@ def upgrade(inputs: UpgradeInputs, config: UpgradeConfig, json: bool) -> None:
 
 
 def print_routes(record: Mapping[str, Any]) -> None:
-    """Print the table of routes."""
+    """Print the table of routes, without columns that are empty, and then what there is to say of each."""
+    forms = {"score": ".4g", "agreement": ".1f", "flips": "d", "neutral": "+.1f", "seconds": ".1f"}
+    known = [key for key in forms if any(row[key] is not None for row in record["routes"])]
     rows = []
     for row in record["routes"]:
-        numbers = [("score", ".4g"), ("agreement", ".1f"), ("flips", "d"), ("neutral", "+.1f"), ("seconds", ".1f")]
-        cells = ["" if row[key] is None else format(row[key], form) for key, form in numbers]
-        rows.append([row["name"], *cells, row["note"] or ("chosen" if row["name"] == record["chosen"] else "")])
-    show(rows, "route", "score", "agreement, %", "flips", "neutral, %", "seconds", "", fold=True)
+        name = f"{row['name']} (chosen)" if row["name"] == record["chosen"] else row["name"]
+        rows.append([name, *("" if row[key] is None else format(row[key], forms[key]) for key in known)])
+    units = {"agreement": "agreement, %", "neutral": "neutral, %"}
+    show(rows, "route", *(units.get(key, key) for key in known))
+    for row in record["routes"]:
+        if row["note"]:
+            say(f"{row['name']}: {row['note']}")
 
 
 def _upgrade_list(inputs: UpgradeInputs, config: UpgradeConfig, json: bool) -> None:
