@@ -6,13 +6,13 @@ A method is a frozen dataclass that sees tensors and statistics, never models or
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ..maps.statistics import Statistics
-from ..pairing import Kept, Plan
+from ..pairing import Kept, LayerPair, Plan
 from ..task_vectors.low_rank import LowRank
 from ..task_vectors.vector import TaskVector
 from ..types import Signal
@@ -23,6 +23,7 @@ class Problem:
     """The input of a method: the plan, the source's task vector by parameter name, the statistics.
 
     The weights of both base models are for methods that match weights; `memory_budget` is that of the solving device.
+    A method that moves layers one after the other may tell `on_layer` of each.
     """
 
     plan: Plan
@@ -31,6 +32,7 @@ class Problem:
     source_weights: Mapping[str, Tensor] = field(default_factory=dict)
     target_weights: Mapping[str, Tensor] = field(default_factory=dict)
     memory_budget: int | None = None
+    on_layer: Callable[[LayerPair], None] = lambda _: None
 
     def __repr__(self) -> str:
         return f"Problem({self.plan!r}, {self.statistics!r})"

@@ -51,6 +51,7 @@ class BilinearAlignment(Method):
         entries = Entries()
         records, kept = [], []
         for pair, maps in self._solve(problem):
+            problem.on_layer(pair)
             keys = self._keys(pair)
             unsolved = [key for key in keys if key and not (key in maps and maps[key].rank)]
             if unsolved:

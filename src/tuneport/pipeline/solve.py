@@ -29,6 +29,7 @@ from ..measure.tokens import TokenLimit
 from ..methods import Method, Problem, Transfer
 from ..models.change import Change
 from ..models.offload import pinned, placed, to_temporary_file
+from ..pairing import LayerPair
 from ..processes import agreed, ranks
 from ..runtime.costs import Costs
 from ..runtime.distributed import gather_transfer, reduce_statistics, share_of
@@ -176,14 +177,19 @@ class _Solver:
         pairs = measurement.plan.pairs
         if unplanned:
             self.events.extend(self.costs.solve(pairs))
-        self.events.step(f"solving {len(pairs)} layers", self.costs.solve(pairs), len(pairs))
-        # one process with a CPU solves the maps one by one in any case
-        alone = self.method.by_layer and ranks().size == 1 and measurement.runs_on.type == "cpu"
-        moved = []
-        for part in by_block(measurement) if alone else [measurement]:
-            moved.append(gather_transfer(problem_of(part, self.change.vector, statistics), self.method))
-            self.events.advance(len(part.plan.pairs))
-        return Transfer.join(moved)
+        name, total = f"solving {len(pairs)} layers", self.costs.solve(pairs)
+        self.events.step(name)
+        told = [0.0]
+
+        def tell(pair: LayerPair) -> None:
+            told.append(self.costs.solve([pair]))
+            self.events.step(name, told[-1])
+
+        problem = replace(problem_of(measurement, self.change.vector, statistics), on_layer=tell)
+        moved = gather_transfer(problem, self.method)
+        if (rest := total - sum(told)) > 1e-9 * total:  # of a method that tells nothing, and of other processes
+            self.events.step(name, rest)
+        return moved
 
     def _with_rows(self, moved: Transfer) -> Transfer:
         """A transfer with the rows of added tokens, unless the method moved the tables themselves."""
