@@ -136,3 +136,26 @@ def test_the_steps_of_a_transfer_add_up_to_its_plan(zoo: Zoo, tmp_path: Path, mo
     write_run(job.setup, tmp_path / "out", job.config, Listener(""), test=read_plain(zoo.data, "test"))
     assert planned[0] > 0
     assert sum(steps) == pytest.approx(planned[0], rel=1e-9)
+
+
+@pytest.mark.parametrize("terminal_there", [True, False])
+def test_sentences_are_wrapped_between_words_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, terminal_there: bool
+) -> None:
+    words = "there are no samples, and nothing says what to write: pass ten samples or more, or one sentence about them"
+    found = {}
+    for name in ("out_console", "err_console"):
+        found[name] = io.StringIO()
+        shown = Console(file=found[name], force_terminal=terminal_there, width=80, no_color=True)
+        monkeypatch.setattr(terminal, name, shown)
+    terminal.say(words, prose=True)
+    terminal.say(f"next: {words}")
+    with pytest.raises(SystemExit):
+        terminal.fail("OptionError", words)
+    prose, command = found["out_console"].getvalue().split("next: ")
+    assert command == f"{words}\n", "a command is copied in one piece"
+    for text, whole in ((prose, words), (found["err_console"].getvalue(), f"OptionError: {words}")):
+        lines = text.splitlines()
+        assert " ".join(line.strip() for line in lines) == whole
+        assert len(lines) == (2 if terminal_there else 1)
+        assert not terminal_there or max(map(len, lines)) <= 80

@@ -1,6 +1,7 @@
 """What the commands say: results on stdout, progress, notes and errors on stderr.
 
-Texts are printed unchanged, except that control characters are replaced: paths are neither wrapped nor read as markup.
+Texts are printed unchanged, except that control characters are replaced: paths are not read as markup. Sentences are
+wrapped between words on a terminal, and nowhere else.
 """
 
 from __future__ import annotations
@@ -50,14 +51,18 @@ def show_list(rows: Iterable[tuple[str, str]], style: str) -> None:
     out_console.print(table)
 
 
-def say(text: str) -> None:
-    """One line on stdout."""
-    out_console.print(_harmless(text), markup=False, highlight=False, soft_wrap=True)
+def say(text: str, *, prose: bool = False) -> None:
+    """One line on stdout; prose is wrapped between words on a terminal, and a command to copy is not."""
+    _print(out_console, _plain(text), wrap=prose)
 
 
 def tell(text: str) -> None:
-    """One line on stderr."""
-    err_console.print(_harmless(text), markup=False, highlight=False, soft_wrap=True)
+    """One line on stderr, wrapped between words on a terminal."""
+    _print(err_console, _plain(text), wrap=True)
+
+
+def _print(console: Console, text: Text, *, wrap: bool) -> None:
+    console.print(text, soft_wrap=not (wrap and console.is_terminal))
 
 
 def note(text: str) -> None:
@@ -67,8 +72,7 @@ def note(text: str) -> None:
 
 def fail(kind: str, text: str, code: int = 1) -> None:
     """One line on stderr that says what went wrong, with options for parameters; then exit."""
-    err_console.print(f"[red]{kind}:[/red] ", end="")
-    tell(as_options(text))
+    _print(err_console, _plain(f"{kind}: ", "red").append(_plain(as_options(text))), wrap=True)
     sys.exit(code)
 
 

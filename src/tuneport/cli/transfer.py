@@ -38,13 +38,13 @@ def _print_result(record: Mapping[str, Any], verbose: bool) -> None:
     from ..report.summary import score_rows, score_words, summary_rows, written_words
 
     say(written_words(record))
-    say(record["headline"])
+    say(record["headline"], prose=True)
     if scores := score_rows(record):
         width = max(len(label) for label, _ in scores)
         for label, text in scores:
             say(f"  {label:<{width}}  {text}")
         say(f"  {score_words(record)}")
-    say(record["recommendation"])
+    say(record["recommendation"], prose=True)
     if verbose:
         for label, text in summary_rows(record):
             say(f"{label:<12} {as_options(text)}")

@@ -30,7 +30,7 @@ def upgrade(inputs: UpgradeInputs, config: UpgradeConfig, json: bool) -> None:
         return
     out = record["out"]
     say("nothing was written" if out is None else f"written to {out}")
-    say(record["decision"])
+    say(record["decision"], prose=True)
     print_routes(record)
     if out is not None:
         say(f"report: {Path(out, 'report.html')}; samples to look at: {Path(out, 'disagreements.jsonl')}")
@@ -49,7 +49,7 @@ def print_routes(record: Mapping[str, Any]) -> None:
     show(rows, "route", *(units.get(key, key) for key in known))
     for row in record["routes"]:
         if row["note"]:
-            say(f"{row['name']}: {row['note']}")
+            say(f"{row['name']}: {row['note']}", prose=True)
 
 
 def _upgrade_list(inputs: UpgradeInputs, config: UpgradeConfig, json: bool) -> None:
