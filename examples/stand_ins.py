@@ -64,8 +64,10 @@ def arguments(about: str | None, make: Callable[[Path, int], Inputs], steps: int
         if set(named) - {"samples", "routes"}:
             parser.error(f"give {', '.join(f'--{name}' for name in sorted(missing))} too, or nothing")
         home = out.with_name(out.name + "-inputs")
+        if home.exists():
+            parser.error(f"{home} has the inputs of an earlier run: give them, or remove it")
         home.mkdir(parents=True)
-        named |= make(home, count)
+        named = {"routes": ("copy", "port", "distill")} | named | make(home, count)  # such small models write no texts
     return named, out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import runpy
@@ -50,6 +51,21 @@ def test_a_script_goes_from_inputs_to_an_answer(
     assert "written to upgraded\n" in shown
     assert (tmp_path / "upgraded" / "report.html").is_file()
     assert said in shown.rpartition("written to")[2]
+
+
+def test_stand_ins_take_the_routes_that_write_no_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are too small for that. A second run says where the inputs of the first are."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setattr(sys, "argv", ["script"])
+    arguments = importlib.import_module("stand_ins").arguments
+    given, _ = arguments(None, lambda _folder, _steps: {"source": "old"}, 1)
+    assert given == {"routes": ("copy", "port", "distill"), "source": "old"}
+    with pytest.raises(SystemExit):
+        arguments(None, lambda _folder, _steps: {}, 1)
+    assert "upgraded-inputs has the inputs of an earlier run" in capsys.readouterr().err
 
 
 def test_scripts_are_short() -> None:
