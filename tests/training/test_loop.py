@@ -1,0 +1,48 @@
+"""The loop: every sample of a batch weighs the same however it is divided, and each is drawn once an epoch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tuneport.training.loop import Pace, Schedule, run_steps
+
+COUNT = 7
+
+
+def taken(pass_size: int, batch_size: int, steps: int) -> tuple[Tensor, list[float], list[Tensor]]:
+    """The weights after plain gradient steps, the losses, and the rows of each pass."""
+    X = torch.arange(COUNT, dtype=torch.float64)[:, None]
+    module = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(module.weight)
+    drawn: list[Tensor] = []
+
+    def loss(_: int, rows: Tensor) -> Tensor:
+        drawn.append(rows)
+        return (module(X[rows]) - 3 * X[rows]).square().mean()
+
+    schedule = Schedule(steps, batch_size=batch_size, learning_rate=1e-3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    losses = [
+        float(last) for _, last in run_steps("x", module, optimizer, schedule, COUNT, loss, Pace(pass_size=pass_size))
+    ]
+    return module.weight.detach().clone(), losses, drawn
+
+
+@pytest.mark.parametrize("pass_size", [1, 2, 3, 4])
+def test_passes_of_uneven_size_give_the_step_of_the_whole_batch(pass_size: int) -> None:
+    whole, losses, _ = taken(COUNT, COUNT, 3)
+    parts, same, _ = taken(pass_size, COUNT, 3)
+    assert torch.allclose(parts, whole, rtol=1e-12, atol=0)
+    assert same == pytest.approx(losses, rel=1e-12)
+
+
+def test_every_sample_is_drawn_once_an_epoch() -> None:
+    """Seven steps of three samples are three epochs of seven."""
+    _, _, drawn = taken(COUNT, 3, COUNT)
+    rows = torch.cat(drawn).tolist()
+    for start in range(0, len(rows), COUNT):
+        assert Counter(rows[start : start + COUNT]) == Counter(range(COUNT))
