@@ -203,7 +203,7 @@ class TestLicences:
         self, command: str, run: Run, animals: Animals, stated: dict[str, Path], place: Path
     ) -> None:
         words = [word for name, folder in stated.items() for word in (f"--{name}", folder)]
-        words += ["--data", animals.texts, "--samples", 12, "--template", TEMPLATE, "--synthetic", 24, "--steps", 12]
+        words += ["--data", animals.texts, "--samples", 12, "--template", TEMPLATE, "--synthetic", 24, "--steps", 24]
         words += ["--routes", "synthetic"] if command == "upgrade" else []
         done = run(command, *words, "--out", place / "out", "--json")
         assert done.code == 0, done.err

@@ -209,7 +209,7 @@ class TestResume:
         return write_rows(tmp_path_factory.mktemp("own") / "own.jsonl", [{"text": text} for text in TEXTS[:9]])
 
     def config(self, server: Server, **more: Any) -> UpgradeConfig:
-        given = {"template": TEMPLATE, "steps": 4, "synthetic": 12, "routes": ("distill", "synthetic")}
+        given = {"template": TEMPLATE, "steps": 16, "synthetic": 12, "routes": ("distill", "synthetic")}
         return UpgradeConfig.of(**given, generator_url=server.url, save_every=0, **more)
 
     def test_killed_at_several_moments(self, animals: Animals, own: Path, place: Path, server: Server) -> None:
@@ -254,7 +254,7 @@ def killed(self, step, saved):
 _Run.save = killed
 runpy.run_module("tuneport", run_name="__main__", alter_sys=True)
 """
-        more = ("--routes", "distill", "--samples", 24, "--steps", 6)
+        more = ("--routes", "distill", "--samples", 24, "--steps", 24)
         given = words(animals, place / "out", *more, "--save-every", 0)
         done = run_program(program, *map(str, given))
         assert done.code == -9, done.err
