@@ -145,6 +145,24 @@ class TestWritten:
         assert (place / "out" / "disagreements.jsonl").read_text() == ""
         assert not list(place.glob(".*tuneport-work"))
 
+    def test_own_samples_judge_if_nothing_can_be_written(
+        self, run: Run, animals: Animals, place: Path, server: Server
+    ) -> None:
+        """The other routes go on, and the row of synthetic says why it did not."""
+        server.change = lambda _: " zx"
+        data = write_rows(place / "own.jsonl", [{"text": text} for text in TEXTS[:40]])
+        more = ("--routes", "distill,synthetic", "--steps", STEPS, "--synthetic", 24, "--generator-url", server.url)
+        done = run(*words(animals, place / "out", *more, "--json", data=data))
+        assert done.code == 0, done.err
+        found = {row["name"]: row for row in done.json["routes"]}
+        assert done.json["chosen"] == "distill"
+        entry = done.json["distilled"]
+        assert entry["samples"] + entry["held_out"] == 30, "a quarter of the own ones judges the routes"
+        assert "written texts can be used" in found["synthetic"]["note"]
+        few = write_rows(place / "few.jsonl", [{"text": text} for text in TEXTS[:12]])
+        refused = run(*words(animals, place / "other", *more, data=few))
+        assert_refused(refused, 1, "written texts can be used")
+
     def test_a_sentence_and_no_sample(self, run: Run, animals: Animals, place: Path, server: Server) -> None:
         more = ("--synthetic", 24, "--generator-url", server.url, "--describe", "Animals with an adjective")
         done = run(*words(animals, place / "out", *more, "--steps", STEPS, "--keep-texts", "--json", data=False))

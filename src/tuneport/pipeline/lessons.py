@@ -240,14 +240,31 @@ class UpgradeSamples:
     @property
     def few(self) -> bool:
         """Whether own samples are too few to be divided, and written ones judge."""
+        return isinstance(self._beside_few, WrittenSamples)
+
+    @cached_property
+    def _beside_few(self) -> WrittenSamples | DataError | None:
+        """What is written where own samples are few; the error, if own ones have to judge after all; else None."""
         writes = "synthetic" in self.config.routes and self.old.writes
-        return writes and (self.drawn is None or len(self.drawn) < FEW)
+        if not writes or (self.drawn is not None and len(self.drawn) >= FEW):
+            return None
+        try:
+            return self._write(self.drawn)
+        except DataError as error:
+            if self.drawn is None or len(self.drawn) < FEWEST:
+                raise
+            return error
 
     @cached_property
     def written(self) -> WrittenSamples:
         """Samples that a generator has written; own ones that judge are not shown to it."""
+        if isinstance(self._beside_few, DataError):
+            raise self._beside_few
+        return self._beside_few or self._write(self._taught_raw)
+
+    def _write(self, own: Dataset | None) -> WrittenSamples:
         test = texts_of_test_split(self.data, self.config)
-        return write(self.old, self._taught_raw, self.config, test=test, work=self.work, events=self.events)
+        return write(self.old, own, self.config, test=test, work=self.work, events=self.events)
 
     @cached_property
     def _judges(self) -> int:
