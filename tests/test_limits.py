@@ -9,6 +9,7 @@ from PIL import Image
 
 from paper import files, recipe
 from tuneport.data import arrow, dataset, images, npz, rows
+from tuneport.fleet import lines
 from tuneport.io import checkpoint, untrusted, weight_file
 from tuneport.models import families, outline
 from tuneport.models.families import huggingface_vision as vision
@@ -53,6 +54,7 @@ LIMITS = {
         f"sizes over {outline.LARGEST:,}",
         f"{outline.MOST_BLOCKS:,} blocks",
     ),
+    "a list of fine-tunes (`upgrade --list`)": (mb(lines.LARGEST), f"{lines.MOST_LINES:,} lines"),
     "an index, a run record": (mb(checkpoint.LARGEST_INDEX), VALUES),
     "a file of a tokenizer": (mb(families.LARGEST_TOKENIZER),),
     "images that a preprocessor makes": (

@@ -106,7 +106,7 @@ def test_the_output_has_the_table_and_the_disagreements(
     assert record["chosen"] == done.json["chosen"] == "copy"
     assert [row["name"] for row in record["routes"]][:3] == ["old", "target", "copy"]
     assert (place / "out" / "disagreements.jsonl").read_text() == ""  # it agrees on all
-    assert "as the old model, %" in (place / "out" / "report.html").read_text()
+    assert "as the old, %" in (place / "out" / "report.html").read_text()
     assert repeat_command(record) == shlex.join(["tuneport", "upgrade", *map(str, words), "--out", str(place / "out")])
     again = run("upgrade", *words, "--out", place / "out")
     assert again.code == 1
