@@ -47,7 +47,7 @@ def make(options: argparse.Namespace) -> None:
     place = Place(**{name: getattr(options, name) for name in fields})
     olds = list(dict.fromkeys((cell.source, cell.task) for cell in cells))
     jobs = min(options.jobs, len(cells))
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=begin_process, initargs=(jobs, options.device))
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=begin_process, initargs=(jobs,))
     with pool:
         first = {pool.submit(make_old, place, options.group, *old): old for old in olds}
         for done in as_completed(first):

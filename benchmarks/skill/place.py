@@ -19,7 +19,6 @@ import torch
 from benchmarks.skill.cells import Schedule
 
 SMALL_STEPS = 2
-MEMORY = float(os.environ.get("MEMORY", "0.9"))  # share of the GPU's memory that all jobs use together
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,9 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def begin_process(jobs: int, device: str) -> None:
-    """Share the processor's cores and the GPU's memory among the jobs, and draw no progress bars."""
+def begin_process(jobs: int) -> None:
+    """Share the processor's cores among the jobs, and draw no progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
-    if device.startswith("cuda") and jobs > 1:
-        torch.cuda.set_per_process_memory_fraction(MEMORY / jobs)  # else each keeps what it once had
