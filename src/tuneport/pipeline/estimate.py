@@ -34,7 +34,7 @@ from ..training.matching import BATCH, TEXT_BATCH
 from ..types import ScaleRule, Sides
 from .comparison import USUAL, usual_test
 from .inputs import check_weights, count_forward_passes
-from .lessons import FEWEST, HELD_OUT, MOST_HELD_OUT, MOST_SAMPLES, PORTED
+from .lessons import FEW, FEWEST, HELD_OUT, MOST_HELD_OUT, MOST_SAMPLES, PORTED
 from .plan import changed_parts, not_transported_by, plan_of
 from .scale import Judge
 from .transfer import Setup, choose_rule, prepare
@@ -90,9 +90,10 @@ def estimate(inputs: PlanInputs, config: PlanConfig) -> dict[str, Any]:
 def planned_routes(setup: Setup, own: int) -> dict[str, dict[str, Any]]:
     """What each route of an upgrade would do with `own` samples: samples and steps, or why it would not run."""
     count = min(own, MOST_SAMPLES)
-    taught = count - min(round(HELD_OUT * count), MOST_HELD_OUT)
     target, written = setup.models.target, UpgradeConfig().synthetic or 0
     writes = target.generates is not None and setup.calibration.heads is None
+    few = writes and count < FEW  # all are taught, and written ones judge
+    taught = count if few else count - min(round(HELD_OUT * count), MOST_HELD_OUT)
     usual = TEXT_BATCH if writes else BATCH
     schedules = [schedule_of(DistillConfig(), target, usual, number) for number in (taught, taught + written)]
     found: dict[str, dict[str, Any]] = {
