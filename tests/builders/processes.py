@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -54,10 +56,7 @@ def run_program(program: str, *words: str) -> Done:
 
 def run_ranks(program: str, count: int, *words: str) -> list[Done]:
     """Run a program in several processes at once, with the variables that torchrun sets."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}
     with tempfile.TemporaryDirectory() as root:
         folders = [Path(root, str(rank)) for rank in range(count)]
         running = []
@@ -70,6 +69,16 @@ def run_ranks(program: str, count: int, *words: str) -> list[Done]:
             process.join()
         texts = [[Path(folder, name).read_text(encoding="utf-8") for name in ("out", "err")] for folder in folders]
         return [Done(int(one.exitcode or 0), *text) for one, text in zip(running, texts, strict=True)]
+
+
+def _free_port() -> int:
+    """Find a port below those that the system gives to connections: it is still free when the processes start."""
+    for _ in range(100):
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def run_together(work: Callable[..., None], arguments: tuple[Any, ...], count: int) -> None:

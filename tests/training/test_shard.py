@@ -35,7 +35,9 @@ most, optimizers = 0, []
 
 def sample(*_):
     global most
-    held = [t for t in gc.get_objects() if isinstance(t, nn.Parameter)]
+    gc.collect()  # what is out of reach is not alive, whenever it is freed
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    held = [t for t in tensors if isinstance(t, nn.Parameter)]
     held += [each.grad for each in held if each.grad is not None]
     held += [value for one in optimizers for state in one.state.values() for value in state.values()]
     held = [t.to_local() if hasattr(t, "to_local") else t for t in held]
