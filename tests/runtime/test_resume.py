@@ -37,6 +37,9 @@ class Killed(BaseException):
     """Stands for SIGKILL: no handler catches it."""
 
 
+ASKED = 2  # calls before anything is measured: the fine-tuned source and its base have answered
+
+
 def stop_at(call: int, error: type[BaseException] = Killed) -> Callable[[int], None]:
     """A progress callback that raises at one of its calls."""
     calls = itertools.count(1)
@@ -216,7 +219,7 @@ class TestPort:
     def test_an_interrupted_run_continues(self, zoo: Zoo, tmp_path: Path, whole: Any, after: int) -> None:
         (job, scale, wanted), out = whole, tmp_path / "out"
         with pytest.raises(Killed):
-            port(job, out, scale=scale, save_every=0, progress=stop_at(after))
+            port(job, out, scale=scale, save_every=0, progress=stop_at(ASKED + after))
         assert names(tmp_path) == ([".out.tuneport-work"] if after > 1 else [])
         job = job_of(zoo, signals=METHODS["bico"].signals)  # as another process would prepare it
         notes: list[str] = []
@@ -226,9 +229,9 @@ class TestPort:
             "continuing what an earlier run has saved" if after > 1 else "nothing to resume: starting over"
         )
         assert [note.partition(" is right on ")[0] for note in notes[1:]] == ["the fine-tuned source"]
-        # measured once, and then scored at each candidate if the scale is chosen
+        # asked, measured once, and then scored at each candidate if the scale is chosen
         scored = 0 if scale == 1 else len(record_of(out)["scale_choice"]["candidates"])
-        assert sum(done) == (1 + scored) * SAMPLES
+        assert sum(done) == (ASKED + 1 + scored) * SAMPLES
         assert names(tmp_path) == ["out"]
         assert_same_output(out, wanted)
 
@@ -245,7 +248,7 @@ class TestPort:
         out = tmp_path / "out"
         divide(5)
         with pytest.raises(Killed):
-            port(job_of(zoo), out, scale=1, save_every=0, progress=stop_at(8))
+            port(job_of(zoo), out, scale=1, save_every=0, progress=stop_at(ASKED + 8))
         divide(3)
         port(job_of(zoo), out, scale=1, resume=True)
         assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
@@ -262,7 +265,7 @@ class TestPort:
         first = job()
         port(first, tmp_path / "whole", scale=1, method=method)
         with pytest.raises(Killed):
-            port(first, tmp_path / "out", scale=1, method=method, save_every=0, progress=stop_at(3))
+            port(first, tmp_path / "out", scale=1, method=method, save_every=0, progress=stop_at(ASKED + 3))
         port(job(), tmp_path / "out", scale=1, method=method, resume=True)  # as another process would prepare it
         assert_same_output(tmp_path / "out", tmp_path / "whole")
 
@@ -270,7 +273,14 @@ class TestPort:
         notes: list[str] = []
         out = tmp_path / "out"
         with pytest.raises(KeyboardInterrupt):
-            port(job_of(zoo), out, scale=1, save_every=0, progress=stop_at(3, KeyboardInterrupt), note=notes.append)
+            port(
+                job_of(zoo),
+                out,
+                scale=1,
+                save_every=0,
+                progress=stop_at(ASKED + 3, KeyboardInterrupt),
+                note=notes.append,
+            )
         assert notes[1:] == ["what was measured is kept; the same call with `resume=True` continues from it"]
         with pytest.raises(CheckpointError, match=r"cannot be resumed: options.seed was 0 and is 1, data.indices was "):
             port(job_of(zoo, seed=1), out, scale=1, resume=True)

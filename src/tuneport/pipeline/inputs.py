@@ -55,7 +55,7 @@ from ..report.provenance import base_note, identity_of, package_version, version
 from ..report.record import to_json
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
-from ..types import Sides
+from ..types import Progress, Sides
 from .scale import ScaleChoice
 
 LEAST_LEFT = 0.5  # of the weights of the base in a fine-tune: their coefficient in it
@@ -167,9 +167,16 @@ class InputCheck:
 
 
 def check_inputs(
-    source: Model, change: Change, plan: Plan, calibration: Calibration, config: MeasureConfig
+    source: Model,
+    change: Change,
+    plan: Plan,
+    calibration: Calibration,
+    config: MeasureConfig,
+    progress: Progress = lambda _: None,
 ) -> InputCheck:
     """Run the fine-tuned source and its base on the samples, if they are whole and the samples have true labels.
+
+    `progress` is told the samples that each of the two has answered.
 
     Raises:
         CheckpointError: if this cannot be a fine-tune of this base for these labels, unless that is accepted.
@@ -180,8 +187,8 @@ def check_inputs(
     samples, losses = calibration.samples, calibration.losses
     assert isinstance(samples, DatasetSamples)
     if losses is not None and isinstance(losses.source, TokenLoss):
-        return _by_tokens(source, change, samples, losses.source, found.change)
-    return _by_classes(source, change, samples, found.change, accept=config.accept_unlikely)
+        return _by_tokens(source, change, samples, losses.source, found.change, progress)
+    return _by_classes(source, change, samples, found.change, progress, accept=config.accept_unlikely)
 
 
 def check_weights(source: Model, vector: TaskVector, plan: Plan, *, accept: bool = False) -> float | None:
@@ -206,15 +213,16 @@ def count_forward_passes(source: Model, change: Change, calibration: Calibration
 
 
 def _by_classes(
-    source: Model, change: Change, samples: DatasetSamples, size: float | None, *, accept: bool
+    source: Model, change: Change, samples: DatasetSamples, size: float | None, progress: Progress, *, accept: bool
 ) -> InputCheck:
     assert samples.heads is not None
     head, chosen = samples.heads.source, samples.chosen
     labels = align_labels(chosen, head.classes).labels
     whole = change.teacher if change.fits_head else change.vector
-    scores = tuple(
-        scores_by(source, vector, head, chosen, batch_size=samples.size) for vector in (TaskVector({}), whole)
-    )
+    scores = []
+    for vector in (TaskVector({}), whole):
+        scores.append(scores_by(source, vector, head, chosen, batch_size=samples.size))
+        progress(len(samples))
     base, tuned = (each.argmax(-1) == labels for each in scores)
     counts = int(base.sum()), int(tuned.sum())
     if not accept:
@@ -248,12 +256,14 @@ def check_right(source: Model, base: NDArray[np.bool_], tuned: NDArray[np.bool_]
 
 
 def _by_tokens(
-    source: Model, change: Change, samples: DatasetSamples, loss: TokenLoss, size: float | None
+    source: Model, change: Change, samples: DatasetSamples, loss: TokenLoss, size: float | None, progress: Progress
 ) -> InputCheck:
     """The losses of texts; a fine-tune may well be worse on texts of another kind, so that nothing is refused."""
 
     def each(place: int) -> Tensor:
-        return torch.cat([loss.each(source.module, batch.source) for batch in samples.take_batches(place, place + 1)])
+        found = torch.cat([loss.each(source.module, batch.source) for batch in samples.take_batches(place, place + 1)])
+        progress(len(found))
+        return found
 
     def losses() -> NDArray[np.float64]:
         with frozen(source.module), torch.no_grad():

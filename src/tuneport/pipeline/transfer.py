@@ -165,8 +165,8 @@ def run(
         passes = passes_of(measurement, change.vector, method, chooses_scale=isinstance(scale, str))
     costs = Costs.of(measurement)
     asked = count_forward_passes(setup.models.source, change, setup.calibration, config.exclude)
-    events.step("asking the fine-tuned source", asked * costs.answer.source)
-    checked = check_inputs(setup.models.source, change, setup.plan, setup.calibration, config)
+    events.step("asking the fine-tuned source", asked * costs.answer.source, asked)
+    checked = check_inputs(setup.models.source, change, setup.plan, setup.calibration, config, events.advance)
     if checked.sentence:
         events.note(checked.sentence)
     samples = with_teacher_scores(setup.models, change, setup.calibration.samples, checked.scores)
