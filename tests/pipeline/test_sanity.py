@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from builders.chats import chat_tokenizer
 from builders.folders import LARGE, SMALL, Zoo, build, load, perturb, write_data
+from builders.lessons import TEXTS
 from builders.runs import prepare, run
+from builders.texts import Size, make, write, write_rows
 from tuneport.errors import CheckpointError
 from tuneport.io.fingerprint import same_weights, weights_fingerprint
 from tuneport.measure import fitted_heads as heads
@@ -52,6 +56,29 @@ def test_the_counts_are_those_of_the_models(skilled: tuple[Zoo, Path]) -> None:
         f"the fine-tuned source is right on {SAMPLES} of {SAMPLES} samples, its base on"
     )
     assert 0.05 < found["change"] < 0.5
+
+
+def test_some_texts_tell_the_loss_of_a_language_model(tmp_path: Path) -> None:
+    """The same texts in batches of any size, and the losses that the model itself gives."""
+    tokenizer = chat_tokenizer(None)
+    more = {"vocab_size": len(tokenizer), "max_position_embeddings": 128}
+    base, tuned = (
+        write(tmp_path / name, make("llama", Size(seed=seed), **more), tokenizer)
+        for name, seed in (("base", 0), ("tuned", 1))
+    )
+    texts = [f"{text} {number}" for number, text in enumerate(TEXTS[:16] * 3)][:40]
+    data = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    options = {"samples": 40, "scale": 1.0, "accept_unlikely": True}
+    found = [transfer(base, tuned, base, data, batch_size=size, **options).record["sanity"] for size in (3, 40)]
+    assert [each["samples"] for each in found] == [14, 14]
+    model, reader = (kind.from_pretrained(base) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    losses = []
+    for text in texts[::3]:
+        tokens = reader(text, return_tensors="pt").input_ids
+        with torch.no_grad():
+            losses.append(float(model(tokens, labels=tokens).loss) * (tokens.shape[1] - 1))
+    for each in found:
+        assert each["source"] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
 def swapped(zoo: Zoo, data: Path, place: Path) -> tuple[Trio, Path]:
