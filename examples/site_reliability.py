@@ -49,9 +49,9 @@ def pull_together(module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) ->
 
 def cosines(model: Model, module: nn.Module, texts: list[str]) -> Tensor:
     """Return the cosines of all pairs of texts, as the upper triangle."""
-    assert model.encode is not None
+    assert model.inputs.encode is not None
     with torch.inference_mode():
-        vectors = embed(module, {key: value.to(model.device) for key, value in model.encode(texts).items()})
+        vectors = embed(module, {key: value.to(model.device) for key, value in model.inputs.encode(texts).items()})
     rows = torch.triu_indices(len(texts), len(texts), offset=1)
     return (vectors @ vectors.T).cpu()[rows[0], rows[1]]
 
@@ -65,10 +65,10 @@ def fidelity(change: Tensor, wanted: Tensor) -> float:
 
 def finetuned(model: Model, pairs: list[Any], rate: float) -> Iterator[tuple[int, nn.Module]]:
     """Yield the target after each number of steps on the same pairs, with the same loss."""
-    assert model.reader is not None
+    assert model.inputs.reader is not None
     module = copy.deepcopy(model.module).requires_grad_(True).train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=rate)
-    inputs = {key: value.to(model.device) for key, value in model.reader.pairs(pairs).inputs.items()}
+    inputs = {key: value.to(model.device) for key, value in model.inputs.reader.pairs(pairs).inputs.items()}
     for step in range(1, STEPS[-1] + 1):
         loss = pull_together(module, (inputs, torch.empty(0))) / len(pairs)
         optimizer.zero_grad()

@@ -56,7 +56,7 @@ def count_tokens(measurement: Measurement) -> Sides[int]:
     assert isinstance(measurement.samples, DatasetSamples)
     first = next(iter(measurement.samples.take(slice(1))))
     sides = zip(measurement.models, (first.source, first.target), strict=True)
-    layouts = [model.layout(batch[0]) if model.layout is not None else None for model, batch in sides]
+    layouts = [model.inputs.layout(batch[0]) if model.inputs.layout is not None else None for model, batch in sides]
     return Sides(
         *(len(measurement.samples) * (found.prefix + math.prod(found.grid) if found else 1) for found in layouts)
     )

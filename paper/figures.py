@@ -84,7 +84,7 @@ def _similarity(task: Task, sampler: str, seed: int) -> Points:
     found = compare_layers(
         source.module,
         target.module,
-        pair_layers(source.layers, target.layers).pairs,
+        pair_layers(source.architecture.layers, target.architecture.layers).pairs,
         batches,
         source_loss=forward_only(source),
         target_loss=forward_only(target),

@@ -303,7 +303,7 @@ def rows_of(inputs: Mapping[str, Tensor], rows: Tensor | slice) -> dict[str, Ten
 def _trainable(model: Model) -> nn.Module:
     """A copy of the model's module in training mode, in which the tower's parameters need a gradient."""
     module = copy.deepcopy(model.module).train()
-    outside = outside_of(module, model.layers, model.loose, "")
+    outside = outside_of(module, model.architecture.layers, model.architecture.loose, "")
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in outside)
     return module

@@ -162,7 +162,7 @@ def measure_drift(
         ).covariances
         found += [
             Drift(step, layer.name, layer.role, layer.block, moved.direction, moved.magnitude)
-            for layer in tuned.layers
+            for layer in tuned.architecture.layers
             if (moved := sums.get((layer.name, INPUT))) is not None
         ]
     return tuple(found)
@@ -180,19 +180,19 @@ def average_by_block(items: Iterable[Any], value: str) -> dict[int, float]:
 
 def _pair_equal_layers(model: Model, reference: Model) -> list[LayerPair]:
     """Pair each layer with the layer of that name in the reference; different architectures are refused."""
-    known = {layer.name: layer for layer in reference.layers}
+    known = {layer.name: layer for layer in reference.architecture.layers}
     shapes = {name: layer.weight_shape for name, layer in known.items()}
-    missing = [layer.name for layer in model.layers if shapes.get(layer.name) != layer.weight_shape]
-    if missing or len(known) != len(model.layers):
+    missing = [layer.name for layer in model.architecture.layers if shapes.get(layer.name) != layer.weight_shape]
+    if missing or len(known) != len(model.architecture.layers):
         raise TuneportError(
             f"{model.name} and {reference.name} differ in architecture ({first_of(missing) or 'more layers'}); "
             "layers can only be compared one by one between two models of the same one."
         )
-    return [LayerPair(known[layer.name], layer) for layer in model.layers]
+    return [LayerPair(known[layer.name], layer) for layer in model.architecture.layers]
 
 
 def _batches(model: Model, data: Dataset, size: int) -> Iterator[PairedBatch]:
     """Batches for two models of one architecture, encoded by one of them."""
     for batch, labels in encode_batches(model, data, size):
-        layout = model.layout(batch) if model.layout is not None else None
+        layout = model.inputs.layout(batch) if model.inputs.layout is not None else None
         yield PairedBatch((batch, labels), (batch, labels), len(labels), match_tokens(layout, layout))

@@ -256,7 +256,7 @@ def write_model(folder: Path) -> None:
 
 
 def look_at_encoder(path: Path) -> None:
-    encode = open_model(path.parent).encode
+    encode = open_model(path.parent).inputs.encode
     assert encode is not None
     encode([Image.new("RGB", (9, 9))])
 
@@ -264,12 +264,12 @@ def look_at_encoder(path: Path) -> None:
 def run_model(path: Path) -> None:
     """Open a model and run it on two samples."""
     model = open_model(path.parent)
-    if model.encode is None:  # without a tokenizer
+    if model.inputs.encode is None:  # without a tokenizer
         return
-    samples: list[Any] = [Image.new("RGB", (9, 9))] * 2 if model.kind == "image" else ["a photo", "cat cat cat"]
-    batch = model.inputs(model.encode(samples))
+    samples: list[Any] = [Image.new("RGB", (9, 9))] * 2 if model.inputs.kind == "image" else ["a photo", "cat cat cat"]
+    batch = model.place(model.inputs.encode(samples))
     with torch.no_grad():
-        for run in (model.features, model.logits):
+        for run in (model.outputs.features, model.outputs.logits):
             if run is not None:
                 run(model.module, batch)
 

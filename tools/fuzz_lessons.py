@@ -198,7 +198,7 @@ def ask_server(path: Path, model: Any) -> None:
 
 def _encoded(model: Any, texts: Sequence[str]) -> list[str]:
     if texts:
-        model.reader.texts(list(texts))
+        model.inputs.reader.texts(list(texts))
     return ["yes"] * len(texts)
 
 

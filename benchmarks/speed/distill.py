@@ -53,12 +53,10 @@ def main() -> None:
     shapes = [{**shape, "vocab_size": SHAPES[options.shapes][0]["vocab_size"]} for shape in SHAPES[options.shapes]]
     words = [f"w{number}" for number in range(min(500, shapes[0]["vocab_size"] - 2))]
     reader = Reader(tokenizer_of(words, options.length), options.length)
-    both = Sides(
-        *(
-            replace(describe_module(make(kind, shape, device, dtype)), reader=reader)
-            for kind, shape in zip(("llama", "qwen"), shapes, strict=True)
-        )
-    )
+    made = [
+        describe_module(make(kind, shape, device, dtype)) for kind, shape in zip(("llama", "qwen"), shapes, strict=True)
+    ]
+    both = Sides(*(replace(model, inputs=replace(model.inputs, reader=reader)) for model in made))
     random = np.random.default_rng(0)
     texts = [" ".join(random.choice(words, options.length)) for _ in range(options.samples)]
     data = Dataset(inputs=texts, labels=None, classes=())

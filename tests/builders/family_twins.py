@@ -39,7 +39,9 @@ def tuned(module: nn.Module, names: list[str], seed: int = 8, amount: float = 0.
 
 def linear_names(model: Model) -> list[str]:
     """The weights and biases of a model's layers."""
-    return sorted({name for layer in model.layers for name in (layer.weight, layer.bias) if name is not None})
+    return sorted(
+        {name for layer in model.architecture.layers for name in (layer.weight, layer.bias) if name is not None}
+    )
 
 
 class Permuted:

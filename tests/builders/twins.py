@@ -33,7 +33,7 @@ class Twin:
         self.head = self.shuffle(width)  # after a pooler or a first layer of a classifier
         self.maps: dict[tuple[Any, ...], Tensor] = {}
         # one bias by distance for all blocks of a stack: their heads are in one order
-        self.shared_order = any("relative_attention_bias" in part.name for part in model.loose)
+        self.shared_order = any("relative_attention_bias" in part.name for part in model.architecture.loose)
 
     def shuffle(self, width: int) -> Tensor:
         return torch.eye(width, dtype=torch.float64)[torch.randperm(width, generator=self.generator)]
@@ -97,7 +97,7 @@ class Twin:
         if role == "patch":  # pixels stay as they are
             return torch.eye(layer.in_features, dtype=torch.float64), self.stream
         assert role == "classifier", layer
-        deep = any(other.role in ("pooler", "pre-classifier") for other in self.model.layers)
+        deep = any(other.role in ("pooler", "pre-classifier") for other in self.model.architecture.layers)
         return self.head if deep else self.stream, torch.eye(layer.out_features, dtype=torch.float64)
 
     def units(self, layer: Layer, width: int) -> Tensor:
@@ -107,22 +107,22 @@ class Twin:
         other = copy.deepcopy(self.model.module)
         old, new = dict(self.model.module.named_parameters()), dict(other.named_parameters())
         with torch.no_grad():
-            for layer in self.model.layers:
+            for layer in self.model.architecture.layers:
                 into, out = self.around(layer)
                 matrix = out.T @ layer.matrix(old[layer.weight]).double() @ into
                 layer.store(matrix.float(), new[layer.weight])
                 if layer.bias is not None:
                     layer.store((layer.vector(old[layer.bias]).double() @ out).float(), new[layer.bias])
-            for part in self.model.loose:
+            for part in self.model.architecture.loose:
                 new[part.name].copy_(self.loose(part.name, part.kind, part.stack, old[part.name].double()))
-            for name in self.model.outside:  # a head over the vocabulary, not tied
+            for name in self.model.architecture.outside:  # a head over the vocabulary, not tied
                 if name.endswith("weight"):
                     new[name].copy_(old[name].double() @ self.stream)
         return other
 
     def loose(self, name: str, kind: str, stack: str, tensor: Tensor) -> Tensor:
         if "relative_attention_bias" in name:
-            stacks = [layer.stack for layer in self.model.layers if layer.block is not None]
+            stacks = [layer.stack for layer in self.model.architecture.layers if layer.block is not None]
             known = stack or next(iter(stacks))
             return tensor[:, self.order(known, None, False).flatten().argsort()]
         if name.startswith("head."):  # ModernBERT's norm between its two last layers
@@ -138,7 +138,9 @@ def finetuned(model: Model, amount: float = 0.02, seed: int = 8) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     parameters = dict(moved.named_parameters())
     with torch.no_grad():
-        for name in dict.fromkeys(name for layer in model.layers for name in (layer.weight, layer.bias) if name):
+        for name in dict.fromkeys(
+            name for layer in model.architecture.layers for name in (layer.weight, layer.bias) if name
+        ):
             parameters[name].add_(torch.randn(parameters[name].shape, generator=generator) * amount)
     return moved
 

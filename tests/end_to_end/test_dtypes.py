@@ -50,14 +50,14 @@ class TestEveryFamily:
         assert {parameter.dtype for parameter in model.module.parameters()} == {BF16}
         assert {model.weights.tensors[name].dtype for name in model.weights.tensors} == {torch.float32}
         data = read_data(zoo.data, "test")
-        images = model.inputs(model.encode(list(data.inputs[:2])))
+        images = model.place(model.inputs.encode(list(data.inputs[:2])))
         assert images["pixel_values"].dtype == BF16
         first, second = compute_features(model, data), compute_features(exact, data)
         assert float((first - second).norm() / second.norm()) < 0.1
         head = choose_head(model, None, empty_dataset("animals", data.classes))
         with torch.no_grad():
             assert head.scores(model, model.module, images).dtype == torch.float32
-        assert model.logit_scale == exact.logit_scale
+        assert model.outputs.logit_scale == exact.outputs.logit_scale
         if family in WITH_TEXT:
             close = choose_head(exact, None, empty_dataset("animals", data.classes))
             assert head.class_embeds.dtype == torch.float32
@@ -170,7 +170,7 @@ def test_a_scale_is_tried_on_weights_that_were_not_rounded() -> None:
 def test_the_temperature_of_a_head_is_read_from_the_files(zoo: Zoo, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(zoo["clip-target"], tmp_path / "clip"))
     edit_weights(folder, lambda state: state.update(logit_scale=torch.tensor(4.6052)))
-    assert open_model(folder, dtype=BF16).logit_scale == pytest.approx(100.0, rel=1e-4)
+    assert open_model(folder, dtype=BF16).outputs.logit_scale == pytest.approx(100.0, rel=1e-4)
 
 
 @pytest.mark.usefixtures("half_units")

@@ -126,7 +126,7 @@ class TestConfigurations:
         for value in ("eager", None):
             (config[part] if part else config)[key] = value
             (folder / "config.json").write_text(json.dumps(config))
-            assert open_model(folder).layers
+            assert open_model(folder).architecture.layers
 
     def test_images_of_another_size_than_the_model(self, zoo: Zoo, tmp_path: Path) -> None:
         for side in (8000, 224, 8):
@@ -139,7 +139,7 @@ class TestConfigurations:
     def test_sizes_that_are_no_numbers(self, zoo: Zoo, tmp_path: Path) -> None:
         folder = copied(zoo, "vit-base", tmp_path)
         edit_json(folder / "preprocessor_config.json", size={"height": "16", "width": [16]})
-        encode = open_model(folder).encode
+        encode = open_model(folder).inputs.encode
         assert encode is not None
         with pytest.raises(CheckpointError, match=r"preprocessor_config\.json cannot be used"):
             encode([Image.new("RGB", (9, 9))])
@@ -154,7 +154,7 @@ class TestConfigurations:
     def test_tokenizers_that_are_too_large(self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tuneport.models.families.LARGEST_TOKENIZER", 100)
         folder = copied(zoo, "clip-base", tmp_path)
-        embed = open_model(folder).embed_texts
+        embed = open_model(folder).outputs.embed_texts
         assert embed is not None
         with pytest.raises(CheckpointError, match=r"tokenizer\.json is refused: .* a file of a tokenizer may have"):
             embed(["a"])

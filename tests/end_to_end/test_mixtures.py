@@ -90,4 +90,4 @@ def test_a_mixture_is_not_read_block_by_block(tmp_path: Path, data: Path) -> Non
     paths = folders(tmp_path, mixture("mixtral"), tuned(mixture("mixtral")), mixture("mixtral", LARGE))
     with pytest.raises(CheckpointError, match="holds the experts of a mixture one by one"):
         prepare(*paths, data, samples=12, memory_budget=100_000)
-    assert open_model(paths[0]).outside
+    assert open_model(paths[0]).architecture.outside

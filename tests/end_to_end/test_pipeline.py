@@ -60,7 +60,7 @@ def outputs(module: nn.Module, model: Any) -> Tensor:
     """What a user computes with the model: logits where it has them, else features."""
     pixels = torch.randn(2, 3, 24, 24, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        forward = model.logits or model.features
+        forward = model.outputs.logits or model.outputs.features
         return forward(module, {"pixel_values": pixels})
 
 

@@ -98,7 +98,7 @@ class TestTokenizers:
         content = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps({**content, "model_max_length": limit}))
         if limit in (None, 1e30):
-            reader = open_model(folder).reader
+            reader = open_model(folder).inputs.reader
             assert reader is not None
             assert reader.longest == LENGTH
             return
@@ -120,14 +120,14 @@ class TestTokenizers:
         folder = spoiled(root, "bert", tmp_path)
         roberta_tokenizer().save_pretrained(folder)
         model = open_model(folder)
-        assert model.encode is not None
+        assert model.inputs.encode is not None
         message = r"the tokenizer gives token \d+, but the model has embeddings for 120"
-        in_one_line(CheckpointError, message, lambda: model.encode(["the cat, badly!"]))
+        in_one_line(CheckpointError, message, lambda: model.inputs.encode(["the cat, badly!"]))
 
     def test_no_tokenizer_at_all(self, root: Path, tmp_path: Path) -> None:
         folder = write(tmp_path / "bert", make("bert"))
         model = open_model(folder)
-        assert model.reader is None
+        assert model.inputs.reader is None
         rows = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "0"}, {"text": "b", "label": "1"}])
         paths = (folder, root / "bert-tuned", folder)
         in_one_line(
@@ -156,7 +156,7 @@ class TestConfigurations:
         edit_json(folder / "config.json", **{"n_positions" if name == "t5" else "max_position_embeddings": value})
         usual = (name in ("llama", "t5") and value == 0) or (name == "t5" and value == 2.5)
         if usual:
-            reader = open_model(folder).reader
+            reader = open_model(folder).inputs.reader
             assert reader is not None
             assert 1 < reader.longest <= 512
             return
@@ -191,11 +191,11 @@ class TestConfigurations:
             in_one_line(CheckpointError, r"pooling_mode_max_tokens", lambda: open_model(folder))
             return
         model = open_model(folder)
-        assert model.encode is not None
-        assert model.features is not None
-        batch = model.encode([SENTENCES[0], "the cat"])
+        assert model.inputs.encode is not None
+        assert model.outputs.features is not None
+        batch = model.inputs.encode([SENTENCES[0], "the cat"])
         with torch.no_grad():
-            states, found = model.module(**batch).last_hidden_state, model.features(model.module, batch)
+            states, found = model.module(**batch).last_hidden_state, model.outputs.features(model.module, batch)
         for row in range(2):
             real = states[row, : int(batch["attention_mask"][row].sum())]
             by_name = {"first": real[0], "last": real[-1], "mean": real.mean(0)}
@@ -245,11 +245,11 @@ class TestTexts:
 
     def test_empty_texts(self, root: Path, tmp_path: Path) -> None:
         """A model whose tokenizer frames texts reads an empty one; where nothing is left of it, that is said."""
-        assert open_model(root / "bert").encode([""])["input_ids"].shape == (1, 2)
+        assert open_model(root / "bert").inputs.encode([""])["input_ids"].shape == (1, 2)
         rows = write_rows(tmp_path / "rows.jsonl", [{"text": "the cat"}, {"text": ""}])
         message = r"the tokenizer finds no token in '', text \d of 2"
         in_one_line(DataError, message, lambda: prepare(*self.trio(root, "llama"), rows, samples=2))
-        in_one_line(DataError, message, lambda: open_model(root / "llama").encode(["the cat", ""]))
+        in_one_line(DataError, message, lambda: open_model(root / "llama").inputs.encode(["the cat", ""]))
 
     @pytest.mark.parametrize(
         ("source", "target", "message"),
@@ -276,15 +276,15 @@ class TestTexts:
 
     def test_texts_longer_than_the_limit(self, root: Path) -> None:
         model = open_model(root / "bert")
-        assert model.reader is not None
+        assert model.inputs.reader is not None
         long = " ".join(SENTENCES)
-        found = model.reader.texts([long, "the cat"])
+        found = model.inputs.reader.texts([long, "the cat"])
         assert found.inputs["input_ids"].shape == (2, LENGTH)
         with torch.no_grad():
             assert torch.isfinite(model.module(**found.inputs).logits).all()
-        pair = model.reader.texts([(long, "the cat")])  # the longer one is cut
+        pair = model.inputs.reader.texts([(long, "the cat")])  # the longer one is cut
         assert pair.inputs["input_ids"].shape == (1, LENGTH)
-        kept = model.reader.tokenizer("the cat")["input_ids"][1:]
+        kept = model.inputs.reader.tokenizer("the cat")["input_ids"][1:]
         assert pair.inputs["input_ids"][0, -len(kept) :].tolist() == kept
 
     def test_a_prompt_that_leaves_no_room_for_its_target(self, root: Path, tmp_path: Path) -> None:
@@ -298,8 +298,8 @@ class TestTexts:
     def test_strange_characters(self, root: Path, text: str) -> None:
         for name in ("bert", "llama", "t5", "roberta"):
             model = open_model(root / name)
-            assert model.reader is not None
-            found = model.reader.texts([text, "the cat"])
+            assert model.inputs.reader is not None
+            found = model.inputs.reader.texts([text, "the cat"])
             assert torch.isfinite(found.spans[0]).all()
 
     def test_one_line_on_the_command_line(self, root: Path, tmp_path: Path) -> None:
@@ -331,4 +331,4 @@ def test_nothing_here_was_changed(root: Path) -> None:
     for name in ("bert", "llama", "t5", "roberta", "sentences"):
         model = open_model(root / name)
         assert isinstance(model, Model)
-        assert model.width == SMALL.width
+        assert model.outputs.width == SMALL.width

@@ -87,7 +87,7 @@ def test_the_t5_protocol_with_library_functions(paper: dict[str, Path]) -> None:
             assert result.record["data"]["indices"] == select(train, samples=samples, seed=3).tolist()
             assert result.record["resolved"]["loss"] == ("seq2seq" if name == "bico" else None)
             moved = set(result.task_vector)
-            assert moved == {layer.weight for layer in target.layers if layer.stack == "encoder.block"}
+            assert moved == {layer.weight for layer in target.architecture.layers if layer.stack == "encoder.block"}
             kept = {item.tensor: item.reason for item in result.not_transported}
             assert all(reason == "excluded" for tensor, reason in kept.items() if tensor.startswith("decoder."))
             rows[name] = target.with_module(result.apply())
@@ -199,7 +199,7 @@ def test_only_what_the_statistics_determine_comes_back_without_completion() -> N
     result = transfer(
         source, moved, make("bert"), tokens(6), loss=loss, method=replace(get_method("bico"), completion="none")
     )
-    layers = {layer.name: layer for layer in describe_module(source).layers}
+    layers = {layer.name: layer for layer in describe_module(source).architecture.layers}
     before, after = dict(source.named_parameters()), dict(moved.named_parameters())
     full = 0
     for record in result.records:
@@ -237,7 +237,7 @@ def test_every_method_ports_a_text_model_or_says_why_not(method: str, family: st
         return
     result = transfer(source, moved, target, tokens(32), loss=loss, method=method)
     parameters = dict(target.named_parameters())
-    assert {layer.weight for layer in describe_module(target).layers} <= set(result.task_vector)
+    assert {layer.weight for layer in describe_module(target).architecture.layers} <= set(result.task_vector)
     for name in result.task_vector:
         update = result.task_vector.dense(name)
         assert update.shape == parameters[name].shape

@@ -20,7 +20,7 @@ from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
 from tuneport.measure.accuracy import compute_features, encode_batches, linear_probe, zero_shot
 from tuneport.measure.language import perplexity
-from tuneport.models.base import Model, Weights, describe_any
+from tuneport.models.base import Generation, Inputs, Model, Outputs, Weights, describe_any
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
 
@@ -41,9 +41,8 @@ def points_model(width: int = 2) -> Model:
         name="points",
         module=module,
         weights=Weights({}),
-        kind="image",
-        encode=lambda samples: {"input": torch.tensor(np.stack(samples), dtype=torch.float32)},
-        features=lambda m, batch: m(**batch),
+        inputs=Inputs("image", lambda samples: {"input": torch.tensor(np.stack(samples), dtype=torch.float32)}),
+        outputs=Outputs(lambda m, batch: m(**batch)),
     )
 
 
@@ -180,12 +179,13 @@ def test_an_image_model_refuses_texts(zoo: Zoo, tmp_path: Path) -> None:
 
 def test_empty_data_are_refused() -> None:
     model, some = points_model(), points(6, 2, 0)
+    writes = Generation("causal", lambda *_: None, lambda m, b, *_: m(**b))
     none = some.subset([])
     head = Head("points", some.classes, torch.eye(2), 1.0)
     for score in (
         lambda: zero_shot(model, head, none),
         lambda: linear_probe(model, some, none),
-        lambda: perplexity(replace(model, token_logits=lambda m, b: m(**b)), none),
+        lambda: perplexity(replace(model, generation=writes), none),
     ):
         with pytest.raises(DataError, match=r"points has no samples: give data with some\."):
             score()

@@ -74,7 +74,7 @@ def test_bits_per_character_are_those_of_a_loop_in_transformers(model: Model) ->
 
 def test_bits_of_a_model_that_knows_nothing(model: Model) -> None:
     """Without an opinion each token costs the logarithm of the vocabulary, whatever the characters."""
-    assert model.reader is not None
+    assert model.inputs.reader is not None
     head = model.module.get_output_embeddings().weight
     before = head.detach().clone()
     with torch.no_grad():
@@ -84,7 +84,7 @@ def test_bits_of_a_model_that_knows_nothing(model: Model) -> None:
     finally:
         with torch.no_grad():
             head.copy_(before)
-    read = model.reader.tokenizer
+    read = model.inputs.reader.tokenizer
     ids = read("the cat sat")["input_ids"]
     first = read.decode(ids[:1], skip_special_tokens=True)  # is never predicted
     spelled, marks = "the cat sat".removeprefix(first).strip(), set(read.all_special_ids)

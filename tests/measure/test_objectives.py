@@ -89,7 +89,7 @@ def value(name: str, model: Model, samples: Dataset, head: Any = None) -> float:
 def test_causal_loss_is_that_of_transformers_times_the_tokens(models: dict[str, Model], family: str) -> None:
     model, total = models[family], 0.0
     for text in SENTENCES[:4]:
-        ids = torch.tensor([model.reader.tokenizer(text)["input_ids"]])
+        ids = torch.tensor([model.inputs.reader.tokenizer(text)["input_ids"]])
         with torch.no_grad():
             total += float(model.module(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
     assert value("causal", model, data(SENTENCES[:4])) == pytest.approx(total, rel=1e-5)
@@ -101,16 +101,16 @@ def test_causal_loss_with_a_target_leaves_out_the_prompt(models: dict[str, Model
     prompts, targets = ["the cat sat", "a small dog barked at "], ["on the mat", "the tall man in the garden"]
     total = 0.0
     for prompt, target in zip(prompts, targets, strict=True):
-        start = model.reader.tokenizer(prompt.rstrip())["input_ids"]
-        whole = torch.tensor([model.reader.tokenizer(f"{prompt.rstrip()} {target}")["input_ids"]])
+        start = model.inputs.reader.tokenizer(prompt.rstrip())["input_ids"]
+        whole = torch.tensor([model.inputs.reader.tokenizer(f"{prompt.rstrip()} {target}")["input_ids"]])
         assert whole[0, : len(start)].tolist() == start
         labels = whole.clone()
         labels[0, : len(start)] = -100
         with torch.no_grad():
             total += float(model.module(input_ids=whole, labels=labels).loss) * (whole.shape[1] - len(start))
     assert value("causal", model, data(prompts, targets=targets)) == pytest.approx(total, rel=1e-5)
-    found = model.reader.continuations(prompts, targets)
-    kept = [model.reader.tokenizer.decode(row[row != -100]).strip() for row in found.labels]
+    found = model.inputs.reader.continuations(prompts, targets)
+    kept = [model.inputs.reader.tokenizer.decode(row[row != -100]).strip() for row in found.labels]
     assert kept == targets
 
 
@@ -178,10 +178,12 @@ def test_a_model_that_cannot_leave_scores_out_has_the_same_loss(models: dict[str
 
 
 def test_answers_that_are_not_read_at_once_take_whole_passes_of_the_batch_size(models: dict[str, Model]) -> None:
+    generation = models["llama"].generation
+    assert generation is not None
     assert questions_at_once(models["llama"], 8, 4) == 8, "32 rows, a quarter of them in a whole pass"
-    assert questions_at_once(replace(models["llama"], answer_logits=None), 8, 4) == 2
+    assert questions_at_once(replace(models["llama"], generation=replace(generation, answer_logits=None)), 8, 4) == 2
     assert questions_at_once(models["llama"], 2, 100) == 1
-    model = replace(models["llama"], answer_logits=lambda *_: None)
+    model = replace(models["llama"], generation=replace(generation, answer_logits=lambda *_: None))
     batch = batch_for(model, OBJECTIVES["causal"].encode(model, data(SENTENCES[:8])))
     rows: list[int] = []
     handle = model.module.get_input_embeddings().register_forward_hook(lambda _m, _a, out: rows.append(len(out)))
@@ -208,7 +210,7 @@ def test_seq2seq_loss_is_that_of_transformers_times_the_tokens(models: dict[str,
     model, total = models["t5"], 0.0
     texts, targets = list(SENTENCES[:3]), ["yes", "the garden", "no one"]
     for text, target in zip(texts, targets, strict=True):
-        ids, labels = (torch.tensor([model.reader.tokenizer(part)["input_ids"]]) for part in (text, target))
+        ids, labels = (torch.tensor([model.inputs.reader.tokenizer(part)["input_ids"]]) for part in (text, target))
         with torch.no_grad():
             total += float(model.module(input_ids=ids, labels=labels).loss) * labels.shape[1]
     assert value("seq2seq", model, data(texts, targets=targets)) == pytest.approx(total, rel=1e-5)
@@ -229,7 +231,7 @@ def test_contrastive_loss_against_a_direct_computation(models: dict[str, Model])
     pairs = [(SENTENCES[2 * i], SENTENCES[2 * i + 1]) for i in range(4)]
 
     def embedded(text: str) -> Tensor:
-        ids = torch.tensor([model.reader.tokenizer(text)["input_ids"]])
+        ids = torch.tensor([model.inputs.reader.tokenizer(text)["input_ids"]])
         return F.normalize(model.module.bert(input_ids=ids).last_hidden_state[0].mean(0), dim=0)
 
     with torch.no_grad():
@@ -245,7 +247,7 @@ def test_classification_loss_against_a_direct_computation(models: dict[str, Mode
     samples = Dataset(inputs=list(SENTENCES[:3]), labels=labels, classes=tuple(map(str, range(LABELS))))
     total = 0.0
     for text, label in zip(SENTENCES, labels, strict=False):
-        ids = torch.tensor([model.reader.tokenizer(text)["input_ids"]])
+        ids = torch.tensor([model.inputs.reader.tokenizer(text)["input_ids"]])
         with torch.no_grad():
             total += float(model.module(input_ids=ids, labels=torch.tensor([label])).loss)
     head = choose_head(model, None, empty_dataset("texts", samples.classes))
@@ -256,7 +258,7 @@ def test_classification_loss_against_a_direct_computation(models: dict[str, Mode
 def test_padding_does_not_change_the_loss(models: dict[str, Model], name: str) -> None:
     """A short text is padded in a batch with a long one; its loss stays the same."""
     model = models[{"causal": "gpt2", "seq2seq": "t5", "classification": "bert"}[name]]
-    head = Head("classifier", model.classes) if name == "classification" else None
+    head = Head("classifier", model.outputs.classes) if name == "classification" else None
     samples = Dataset(
         inputs=["the cat", SENTENCES[5], "rain", SENTENCES[9]],
         labels=np.array([1, 0, 1, 0]),
@@ -472,7 +474,7 @@ class TestPerplexity:
     @pytest.mark.parametrize("family", ["llama", "gpt2"])
     def test_perplexity_of_one_sample_is_that_of_transformers(self, models: dict[str, Model], family: str) -> None:
         model = models[family]
-        ids = torch.tensor([model.reader.tokenizer(SENTENCES[0])["input_ids"]])
+        ids = torch.tensor([model.inputs.reader.tokenizer(SENTENCES[0])["input_ids"]])
         with torch.no_grad():
             out = model.module(input_ids=ids, labels=ids)
         found = language.perplexity(model, data([SENTENCES[0]]))
@@ -483,7 +485,9 @@ class TestPerplexity:
 
     def test_perplexity_of_an_encoder_decoder(self, models: dict[str, Model]) -> None:
         model = models["t5"]
-        ids, labels = (torch.tensor([model.reader.tokenizer(text)["input_ids"]]) for text in (SENTENCES[0], "yes"))
+        ids, labels = (
+            torch.tensor([model.inputs.reader.tokenizer(text)["input_ids"]]) for text in (SENTENCES[0], "yes")
+        )
         with torch.no_grad():
             wanted = math.exp(float(model.module(input_ids=ids, labels=labels).loss))
         found = language.perplexity(model, data([SENTENCES[0]], targets=["yes"]))

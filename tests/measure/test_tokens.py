@@ -278,7 +278,7 @@ def test_padding_does_not_change_the_statistics_of_a_generator(
 def test_the_report_of_a_transfer_states_the_coverage(tmp_path: Path) -> None:
     paths = folders(tmp_path, "bert", ("bert", "roberta"))
     job = prepare(*paths, ROWS, samples=16)
-    source, target = (open_model(paths[i]).reader.texts(list(ROWS.inputs)) for i in (0, 2))
+    source, target = (open_model(paths[i]).inputs.reader.texts(list(ROWS.inputs)) for i in (0, 2))
     wanted = coverage(source.spans, target.spans)
     assert job.record["tokens"] == {
         "source_tokens": wanted.source_tokens,
@@ -365,7 +365,7 @@ class Split:
         more = {"samples": samples, "head_fit": "none", "accept_unlikely": True}  # a planted change, without a skill
         result = transfer(self.source, self.moved, self.target, self.data, method=method, scale=1, **more)
         reading = open_model(self.target)
-        batch = reading.encode(list(self.data.inputs[:64]))
+        batch = reading.inputs.encode(list(self.data.inputs[:64]))
         with torch.no_grad():
             truth, before, found = (module(**batch).logits for module in (self.truth, reading.module, result.apply()))
         return float((found - truth).norm() / (before - truth).norm())
@@ -410,8 +410,8 @@ def test_transfer_is_exact_for_a_twin_that_halves_every_word(tmp_path: Path) -> 
     source, target = open_model(split.source), open_model(split.target)
     texts = list(split.data.inputs[:32])
     with torch.no_grad():
-        one, other = (model.module(**model.encode(texts)).logits for model in (source, target))
-    assert source.encode(texts)["input_ids"].shape[1] * 2 == target.encode(texts)["input_ids"].shape[1]
+        one, other = (model.module(**model.inputs.encode(texts)).logits for model in (source, target))
+    assert source.inputs.encode(texts)["input_ids"].shape[1] * 2 == target.inputs.encode(texts)["input_ids"].shape[1]
     assert float((one - other).abs().max()) < 1e-5  # it is a twin
     assert split.error() < 1e-4
     assert split.error("naive") > 1

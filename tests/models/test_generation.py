@@ -22,12 +22,12 @@ FREE = Sampling(max_new_tokens=12, seed=3)
 
 def one_by_one(model: Model, prompt: str, steps: int) -> tuple[list[int], float]:
     """The likeliest tokens after a prompt that is read alone and without a cache, and their mean log-likelihood."""
-    assert model.reader is not None
+    assert model.inputs.reader is not None
     module: Any = model.module
-    ids = model.reader.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    ids = model.inputs.reader.tokenizer(prompt, return_tensors="pt")["input_ids"]
     found: list[int] = []
     logs = []
-    while len(found) < steps and not (found and found[-1] in model.reader.ends):
+    while len(found) < steps and not (found and found[-1] in model.inputs.reader.ends):
         if model.generates == "causal":
             scores = module(input_ids=torch.cat([ids, torch.tensor([found], dtype=torch.long)], 1)).logits
         else:
@@ -45,10 +45,10 @@ def test_greedy_texts_are_those_of_each_prompt_alone(family: str, tmp_path: Path
     with torch.no_grad():
         oracles = [one_by_one(model, prompt, 10) for prompt in PROMPTS]
     found = generate_texts(model, PROMPTS, Sampling(10, temperature=0), batch_size=4)
-    assert model.reader is not None
+    assert model.inputs.reader is not None
     for (tokens, likelihood), written in zip(oracles, found, strict=True):
-        ended = tokens[-1] in model.reader.ends
-        text = model.reader.tokenizer.decode(tokens, skip_special_tokens=True)
+        ended = tokens[-1] in model.inputs.reader.ends
+        text = model.inputs.reader.tokenizer.decode(tokens, skip_special_tokens=True)
         assert written.text.strip() == text.strip()
         assert written.finished == ended
         assert written.log_likelihood == pytest.approx(likelihood, abs=1e-4)
@@ -160,11 +160,11 @@ def test_a_nucleus_may_be_larger_than_the_first_guess() -> None:
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     model = writer(tmp_path / "a")
-    assert model.reader is not None
+    assert model.inputs.reader is not None
     with pytest.raises(DataError, match="at most 500 before 12 new ones"):
         generate_texts(model, ["the cat " * 200], FREE)
     with pytest.raises(TuneportError, match="does not write texts"):
-        generate_texts(replace(model, generate=None), PROMPTS, FREE)
+        generate_texts(replace(model, generation=None), PROMPTS, FREE)
     with pytest.raises(TuneportError, match="temperature"):
         Sampling(temperature=-1.0)
     with torch.no_grad():

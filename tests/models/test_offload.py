@@ -109,7 +109,7 @@ def test_offloaded_blocks_give_the_same_bits(signals: tuple[str, ...], only: int
 def test_recomputed_blocks_use_no_cache_and_keep_autocast() -> None:
     source, target = decoder("llama"), decoder("qwen")
     first, second = describe_module(source), describe_module(target)
-    pairs = pair_layers(first.layers, second.layers).pairs
+    pairs = pair_layers(first.architecture.layers, second.architecture.layers).pairs
 
     def cast(model: nn.Module, batch: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -119,7 +119,7 @@ def test_recomputed_blocks_use_no_cache_and_keep_autocast() -> None:
     for each in (next_token, cast):
         options = Sides(each, each), Request(("input", "output_gradient"))
         expected = measure_pairs(Sides(source, target), pairs, data, *options)
-        with placed(source, away(first.layers)), placed(target, away(second.layers)):
+        with placed(source, away(first.architecture.layers)), placed(target, away(second.architecture.layers)):
             found = measure_pairs(Sides(source, target), pairs, data, *options)
         for key, covariance in expected.covariances.items():
             assert torch.equal(found.covariances[key].matrix, covariance.matrix), key
@@ -159,9 +159,9 @@ def test_an_outline_has_no_storage_and_reads_weights_when_it_runs(folders: dict[
     assert model.weights.offloaded
     assert not whole.weights.offloaded
     assert storage_bytes(model) < 1000
-    assert [layer.name for layer in model.layers] == [layer.name for layer in whole.layers]
+    assert [layer.name for layer in model.architecture.layers] == [layer.name for layer in whole.architecture.layers]
     assert model.weights.file_names == whole.weights.file_names
-    paths = block_paths(model.layers)
+    paths = block_paths(model.architecture.layers)
     batch = texts(4)[0]
     with placed(model.module, Placement(CPU, paths, frozenset(paths), model.parameters())), torch.no_grad():
         assert torch.equal(model.module(batch).logits, whole.module(batch).logits)
@@ -452,8 +452,8 @@ def test_an_offloaded_tower_has_the_logit_scale_of_its_files(zoo: Zoo, family: s
             shutil.copy(file, tmp_path / "warm" / file.name)
     outline = outline_model(tmp_path / "warm")
     assert outline.weights.offloaded
-    assert outline.logit_scale == pytest.approx(open_model(tmp_path / "warm").logit_scale)
-    assert outline.logit_scale == pytest.approx(math.exp(2.3), rel=1e-6)
+    assert outline.outputs.logit_scale == pytest.approx(open_model(tmp_path / "warm").outputs.logit_scale)
+    assert outline.outputs.logit_scale == pytest.approx(math.exp(2.3), rel=1e-6)
 
 
 @pytest.mark.parametrize(("family", "budget"), [("clip", 380_000), ("siglip", 650_000)])

@@ -71,7 +71,7 @@ class TestOpening:
         assert model.module.state_dict().keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in model.module.state_dict().items())
         assert not model.module.training
-        assert model.kind == "image"
+        assert model.inputs.kind == "image"
         assert model.weights.folder == zoo[f"{family}-base"]
 
     def test_file_names_map_live_parameters_to_equal_stored_tensors(self, zoo: Zoo, family: str) -> None:
@@ -86,36 +86,40 @@ class TestOpening:
 
     def test_layers_loose_and_outside_partition_the_parameters(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-base"])
-        owned = {layer.weight for layer in model.layers} | {layer.bias for layer in model.layers if layer.bias}
-        loose = {part.name for part in model.loose}
-        parts = [owned, loose, set(model.outside)]
+        owned = {layer.weight for layer in model.architecture.layers} | {
+            layer.bias for layer in model.architecture.layers if layer.bias
+        }
+        loose = {part.name for part in model.architecture.loose}
+        parts = [owned, loose, set(model.architecture.outside)]
         assert set.union(*parts) == set(model.weights.file_names)
         assert sum(map(len, parts)) == len(model.weights.file_names)
 
     def test_the_layers_are_the_linear_modules_of_the_image_tower(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-base"])
-        owned = {layer.weight for layer in model.layers} | {layer.bias for layer in model.layers if layer.bias}
+        owned = {layer.weight for layer in model.architecture.layers} | {
+            layer.bias for layer in model.architecture.layers if layer.bias
+        }
         expected = {name for name in linear_parameters(model.module) if not name.startswith("text_")}
         assert owned == expected
-        assert all(name.startswith(("text_", "logit_")) for name in model.outside)
+        assert all(name.startswith(("text_", "logit_")) for name in model.architecture.outside)
 
     def test_encode_equals_the_image_processor(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-target"])
-        assert model.encode is not None
+        assert model.inputs.encode is not None
         images = some_images()
         processor = transformers.AutoImageProcessor.from_pretrained(zoo[f"{family}-target"])
-        encoded = model.encode(images)
+        encoded = model.inputs.encode(images)
         assert list(encoded) == ["pixel_values"]
         assert encoded["pixel_values"].shape == (3, 3, 24, 24), "resized to the model's own image size"
         assert torch.equal(encoded["pixel_values"], processor(images, return_tensors="pt")["pixel_values"])
 
     def test_layout_has_the_token_count_of_the_model(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-target"])
-        assert model.encode is not None
-        assert model.layout is not None
-        batch = model.encode(some_images(2))
+        assert model.inputs.encode is not None
+        assert model.inputs.layout is not None
+        batch = model.inputs.encode(some_images(2))
         prefix = 0 if family.startswith("siglip") else 1
-        assert model.layout(batch) == TokenLayout(prefix, (3, 3))
+        assert model.inputs.layout(batch) == TokenLayout(prefix, (3, 3))
         tower: Any = model.module
         for part in ("vision_model", "vit", "dinov2"):
             tower = getattr(tower, part, tower)
@@ -123,16 +127,19 @@ class TestOpening:
 
     def test_features_have_the_width_of_the_model(self, zoo: Zoo, family: str) -> None:
         model = open_model(zoo[f"{family}-base"])
-        assert model.encode is not None
-        assert model.features is not None
-        assert model.features(model.module, model.encode(some_images(2))).shape == (2, model.width)
+        assert model.inputs.encode is not None
+        assert model.outputs.features is not None
+        assert model.outputs.features(model.module, model.inputs.encode(some_images(2))).shape == (
+            2,
+            model.outputs.width,
+        )
 
     def test_a_live_module_is_described_like_its_folder(self, zoo: Zoo, family: str) -> None:
         opened = open_model(zoo[f"{family}-base"])
         live = describe_module(load(zoo[f"{family}-base"]))
-        assert live.layers == opened.layers
-        assert live.loose == opened.loose
-        assert live.outside == opened.outside
+        assert live.architecture.layers == opened.architecture.layers
+        assert live.architecture.loose == opened.architecture.loose
+        assert live.architecture.outside == opened.architecture.outside
         assert live.weights.file_names == opened.weights.file_names
         assert set(live.weights.tensors) == set(opened.weights.tensors)
         assert all(
@@ -141,7 +148,7 @@ class TestOpening:
 
 
 def test_encode_equals_a_computation_by_hand_without_resizing(zoo: Zoo) -> None:
-    encode = open_model(zoo["clip_vision-base"]).encode
+    encode = open_model(zoo["clip_vision-base"]).inputs.encode
     assert encode is not None
     image = some_images(1)[0]
     pixels = torch.tensor(np.asarray(image)).permute(2, 0, 1).float() / 255
@@ -185,8 +192,8 @@ def test_features_equal_those_of_the_library(zoo: Zoo) -> None:
         }
         for family, features in expected.items():
             model = open_model(zoo[f"{family}-base"])
-            assert model.features is not None
-            assert torch.equal(model.features(model.module, {"pixel_values": pixels}), features), family
+            assert model.outputs.features is not None
+            assert torch.equal(model.outputs.features(model.module, {"pixel_values": pixels}), features), family
 
 
 class TestHeads:
@@ -207,8 +214,8 @@ class TestHeads:
         model = open_model(zoo["clip_vision-base"])
         head = choose_head(model, None, empty_dataset("animals", CLASSES))
         batch = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
-        assert model.features is not None
-        features = model.features(model.module, batch)
+        assert model.outputs.features is not None
+        features = model.outputs.features(model.module, batch)
         expected = 10.0 * F.cosine_similarity(features[:, None], head.class_embeds[None], dim=-1)  # type: ignore[index]
         torch.testing.assert_close(head.scores(model, model.module, batch), expected)
 
@@ -262,7 +269,7 @@ class TestHeads:
     def test_default_labels_are_numbers(self, zoo: Zoo, tmp_path: Path) -> None:
         folder = copied(zoo, "vit-base", tmp_path)
         edit_json(folder / "config.json", id2label={0: "LABEL_0", 1: "LABEL_1", 2: "LABEL_2"}, label2id=None)
-        assert open_model(folder).classes == ("0", "1", "2")
+        assert open_model(folder).outputs.classes == ("0", "1", "2")
 
     def test_an_unknown_head_lists_the_known_ones(self, zoo: Zoo) -> None:
         with pytest.raises(DataError, match="has no head 'animal': it has animals"):
@@ -479,11 +486,16 @@ def test_opening_prints_nothing(zoo: Zoo, capfd: pytest.CaptureFixture[str]) -> 
 def test_a_module_that_no_family_knows() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     model = describe_module(module)
-    assert model.layers == describe_any(module).layers
-    assert [layer.weight for layer in model.layers] == ["0.weight", "2.weight"]
-    assert {part.name for part in model.loose} == {"1.weight", "1.bias"}
+    assert model.architecture.layers == describe_any(module).architecture.layers
+    assert [layer.weight for layer in model.architecture.layers] == ["0.weight", "2.weight"]
+    assert {part.name for part in model.architecture.loose} == {"1.weight", "1.bias"}
     assert model.weights.file_names == {name: name for name, _ in module.named_parameters()}
-    assert (model.encode, model.features, model.logits, model.layout) == (None, None, None, None)
+    assert (model.inputs.encode, model.outputs.features, model.outputs.logits, model.inputs.layout) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_the_folder_is_left_as_it_was(zoo: Zoo, tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ def test_a_twin_answers_like_the_finetuned_source(family: str, turn: bool) -> No
     difference, shift = float((found - wanted).abs().max()), float((before - wanted).abs().max())
     assert difference < 1e-4
     assert shift > 1e3 * difference
-    assert {record.target for record in result.records} == {layer.name for layer in describe_module(target).layers}
+    assert {record.target for record in result.records} == {
+        layer.name for layer in describe_module(target).architecture.layers
+    }
 
 
 @pytest.mark.parametrize("family", ["bert", "t5", "llama", "phi3", "gpt-neox"])
@@ -117,7 +119,7 @@ def test_the_naive_transfer_fails_on_the_same_twin(family: str) -> None:
 def test_captured_inputs_and_gradients_are_those_of_autograd(family: str) -> None:
     """G^T X is the gradient of the weight, and the sum of G that of the bias, also of the parts of fused weights."""
     module = make(family).double()
-    layers = describe_module(module).layers
+    layers = describe_module(module).architecture.layers
     head = torch.randn(SMALL.width, LABELS, generator=torch.Generator().manual_seed(3)).double()
     loss, (batch,) = loss_with({id(module): head}), tokens(6)
     seen = watch(module, layers, batch, loss, (INPUT, OUTPUT_GRADIENT), size=6)
@@ -149,15 +151,17 @@ def test_every_linear_weight_of_a_tower_is_a_layer(family: str) -> None:
         if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"
     }
     tied = {"lm_head.weight"} if FAMILIES[family].tied else set()
-    assert {layer.weight for layer in model.layers} == linear - set(model.outside) - tied
-    assert set(model.outside) <= {"lm_head.weight"}
+    assert {layer.weight for layer in model.architecture.layers} == linear - set(model.architecture.outside) - tied
+    assert set(model.architecture.outside) <= {"lm_head.weight"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_roles_have_the_effect_of_their_name(family: str) -> None:
     """Without values nothing is mixed, without queries keys have no effect, and gate and up differ."""
     module = make(family)
-    layers = {layer.role: layer for layer in describe_module(module).layers if layer.block == 0}  # T5: the decoder's
+    layers = {
+        layer.role: layer for layer in describe_module(module).architecture.layers if layer.block == 0
+    }  # T5: the decoder's
     head = torch.zeros(SMALL.width, LABELS)
     loss, (batch,) = loss_with({id(module): head}), tokens(4)
 
@@ -263,10 +267,10 @@ def test_one_family_to_another(one: str, other: str) -> None:
         return loss_with({id(module): head[module.config.hidden_size]})(module, batch)
 
     result = transfer(source, moved, target, tokens(32), loss=loss)
-    inner = [layer for layer in describe_module(target).layers if layer.block is not None]
+    inner = [layer for layer in describe_module(target).architecture.layers if layer.block is not None]
     records = {record.target: record for record in result.records}
     assert {layer.name for layer in inner} <= set(records)
-    roles = {layer.name: layer.role for layer in describe_module(source).layers}
+    roles = {layer.name: layer.role for layer in describe_module(source).architecture.layers}
     assert all(roles[records[layer.name].source] == layer.role for layer in inner)
 
 
@@ -316,7 +320,7 @@ def test_round_trip_through_save_pretrained(family: str, dtype: torch.dtype, tmp
     before = load_file(tmp_path / "target" / "model.safetensors")
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, wanted[result.target.weights.file_names[name]].float()), name
-    moved = {result.target.weights.file_names[layer.weight] for layer in result.target.layers}
+    moved = {result.target.weights.file_names[layer.weight] for layer in result.target.architecture.layers}
     assert {name for name in stored if not torch.equal(stored[name], before[name])} >= moved
     kept = {item.tensor for item in result.not_transported}
     assert kept == set(stored) - {result.target.weights.file_names[name] for name in result.task_vector}
@@ -327,7 +331,7 @@ def test_round_trip_through_save_pretrained(family: str, dtype: torch.dtype, tmp
 
 def test_a_t5_whose_head_is_not_tied_keeps_its_two_matrices(tmp_path: Path) -> None:
     model = open_model(write(tmp_path / "flan", make("t5-gated")))
-    assert model.outside == {"lm_head.weight": "head over the vocabulary: the target keeps its own"}
+    assert model.architecture.outside == {"lm_head.weight": "head over the vocabulary: the target keeps its own"}
     assert not torch.equal(model.module.lm_head.weight, model.module.shared.weight)
 
 
@@ -394,7 +398,7 @@ class TestHeads:
         model = open_model(tmp_path / "base")
         assert type(model.module).__name__ == "BertModel"
         assert model.module.pooler is None
-        assert not [layer for layer in model.layers if layer.role == "pooler"]
+        assert not [layer for layer in model.architecture.layers if layer.role == "pooler"]
 
     @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForSequenceClassification"])
     def test_a_named_head_whose_weights_are_missing_under_a_prefix(self, kind: str, tmp_path: Path) -> None:

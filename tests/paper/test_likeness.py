@@ -227,7 +227,7 @@ class TestReference:
     def test_a_model_has_similarity_one_to_itself(self, zoo: Zoo) -> None:
         model, data = open_model(zoo["clip_vision-base"]), read_plain(zoo.data, "train")
         same = compare_outputs(model, model, data)
-        assert len(same) == len(model.layers)
+        assert len(same) == len(model.architecture.layers)
         assert all(item.cosine_before == pytest.approx(1.0) and item.cka == pytest.approx(1.0) for item in same)
         tuned = open_model(zoo["clip_vision-tuned"])
         other = compare_outputs(tuned, model, data)
@@ -248,13 +248,13 @@ class TestReference:
                 parameter.add_(0.5 * (dict(tuned.module.named_parameters())[name] - parameter))
         found = measure_drift(base, [(0, base.module), (50, halfway), (100, tuned.module)], data, batch_size=7)
         at = {step: [item for item in found if item.step == step] for step in (0, 50, 100)}
-        assert all(len(items) == len(base.layers) for items in at.values())
+        assert all(len(items) == len(base.architecture.layers) for items in at.values())
         assert all(abs(item.direction) < 1e-9 and item.magnitude == 0 for item in at[0])
         middle, end = (average_by_block(at[step], "direction") for step in (50, 100))
         assert all(0 < middle[block] < end[block] for block in end)
 
-        layer = next(layer for layer in base.layers if layer.block == 1 and layer.role == "fc1")
-        inputs = base.encode(data.inputs)
+        layer = next(layer for layer in base.architecture.layers if layer.block == 1 and layer.role == "fc1")
+        inputs = base.inputs.encode(data.inputs)
         signals = [
             watch(m.module, [layer], inputs, lambda module, batch: module(**batch).logits.sum(), (INPUT,))
             for m in (base, tuned)

@@ -167,11 +167,12 @@ def test_towers_of_clip_and_siglip_become_classifiers(zoo: Zoo, name: str) -> No
     model = open_model(zoo[f"{name}-base"])
     headed = as_classifier(model, Labelling("image", ("cat", "dog", "owl")))
     assert type(headed.module).__name__.endswith("ForImageClassification")
-    assert headed.fresh == {"classifier.weight", "classifier.bias"}
+    assert headed.classifier is not None
+    assert headed.classifier.fresh == {"classifier.weight", "classifier.bias"}
     again = as_classifier(headed, Labelling("image", ("sun", "moon")))
     assert again.module.get_parameter("classifier.weight").shape[0] == 2
-    assert headed.logits is not None
-    assert headed.logits(headed.module, {"pixel_values": pixels_of(2)}).shape == (2, 3)
+    assert headed.outputs.logits is not None
+    assert headed.outputs.logits(headed.module, {"pixel_values": pixels_of(2)}).shape == (2, 3)
 
 
 @pytest.mark.usefixtures("half_units")
@@ -221,7 +222,7 @@ class TestAdapters:
         tokens = bert_tokenizer()(texts, padding=True, truncation=True, return_tensors="pt")
         wanted = centred(self.tuned(**tokens).logits)
         np.testing.assert_allclose(job.samples.chosen.scores, wanted, atol=1e-5)  # type: ignore[attr-defined]
-        assert job.target.classes == ("0", "1", "2", "3")
+        assert job.target.outputs.classes == ("0", "1", "2", "3")
         assert all(job.task_vector.spec(name).rank == 2 for name in job.task_vector)
 
     def test_it_arrives_as_an_adapter_of_the_bare_target(self, adapter: tuple[Path, ...], tmp_path: Path) -> None:
@@ -256,7 +257,7 @@ class TestOtherBases:
         target = bert("BertForSequenceClassification", WIDER, num_labels=5)
         result = transfer(*folders(target), scale=1, samples=12)
         assert result.apply().classifier.weight.shape == (3, 20)
-        assert result.target.classes == tuple(CLASSES.values())
+        assert result.target.outputs.classes == tuple(CLASSES.values())
 
     def test_a_source_with_a_fresh_head_of_its_own(self, folders: Callable[..., tuple[Path, ...]]) -> None:
         """As AutoModelForSequenceClassification makes it of the bare encoder, and as users save it."""
@@ -275,7 +276,8 @@ class TestOtherBases:
         headed = as_classifier(describe_module(target), Labelling("sequence", tuple(CLASSES.values())))
         old, new = target.classifier.weight, headed.module.get_parameter("classifier.weight")
         torch.testing.assert_close(new, old[[1, 2, 0]])
-        assert not headed.fresh
+        assert headed.classifier is not None
+        assert not headed.classifier.fresh
 
 
 def test_a_head_for_the_same_classes_survives_few_samples(zoo: Zoo) -> None:
@@ -371,7 +373,7 @@ def test_both_models_are_measured_with_the_same_function(tmp_path: Path, zoo: Zo
     job = prepare(zoo["vit-base"], zoo["vit-tuned"], zoo["vit-base"], folder, samples=60).with_scores()
     pixels = {"pixel_values": pixels_of(20)}
     with measuring(job.target, job.samples), torch.no_grad():
-        trained, fitted = (centred(model.logits(model.module, pixels)) for model in job.models)  # type: ignore[misc]
+        trained, fitted = (centred(model.outputs.logits(model.module, pixels)) for model in job.models)  # type: ignore[misc]
     torch.testing.assert_close(trained, fitted, atol=1e-3, rtol=1e-3)
 
 
@@ -468,16 +470,16 @@ class TestFit:
         job = prepare(*trio, zoo.data, samples=12, labels="source", accept_unlikely=True).with_scores()
         assert isinstance(job.samples, DatasetSamples)
         source, target = job.models
-        trained = {name: source.module.get_parameter(name).detach() for name in target.own_head}
+        assert target.classifier is not None
+        trained = {name: source.module.get_parameter(name).detach() for name in target.classifier.own}
         generator = torch.Generator().manual_seed(1)
         noise = {name: 50 * torch.randn(tensor.shape, generator=generator) for name, tensor in trained.items()}
-        target = replace(target, own_head=trained if good else noise)
+        target, bare = (
+            replace(target, classifier=replace(target.classifier, own=own)) for own in (trained if good else noise, {})
+        )
         base = replace(job.samples.dataset, scores=job.samples.dataset.base_scores)  # what the trained head says
         samples = replace(job.samples, dataset=base)
-        found, fresh = (
-            fit_head(model, target.module, samples)["classifier.weight"]
-            for model in (target, replace(target, own_head={}))
-        )
+        found, fresh = (fit_head(model, target.module, samples)["classifier.weight"] for model in (target, bare))
         wanted = centred(trained["classifier.weight"].double().T).T if good else fresh
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
         assert torch.equal(found, fresh) != good

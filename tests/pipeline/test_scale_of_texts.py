@@ -232,7 +232,8 @@ def test_the_plan_counts_the_passes_of_all_answers(trio: list[Path], kind: str, 
     """
     data = Dataset(QUESTIONS * 2, np.zeros(16, dtype=np.int64), WORDS[:1]) if kind == "one class" else data_of(kind)
     source, finetuned, target = trio[0], trio[1], open_model(trio[2])
-    target = target if cached else replace(target, answer_logits=None)
+    assert target.generation is not None
+    target = target if cached else replace(target, generation=replace(target.generation, answer_logits=None))
     job = prepare(source, finetuned, target, data, signals="naive", scale="auto", samples=16)
     rows: list[int] = []
 

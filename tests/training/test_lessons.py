@@ -177,7 +177,7 @@ def test_the_loss_of_texts_is_that_of_transformers(models: Sides[Model]) -> None
     samples = own(models, 5)
     matching = matching_of(samples)
     assert matching.name == "texts"
-    module, tokenizer = models.target.module, models.target.reader.tokenizer  # type: ignore[union-attr]
+    module, tokenizer = models.target.module, models.target.inputs.reader.tokenizer  # type: ignore[union-attr]
     total, count = 0.0, 0
     for prompt, answer in zip(PROMPTS[:5], ANSWERS[:5], strict=True):
         start = tokenizer(prompt)["input_ids"]

@@ -113,7 +113,9 @@ class TestClasses:
         data = read_plain(zoo.data, "train").subset(range(6))
         samples = drawn(zoo["vit-base"], zoo["vit-target"], data)
         heads = Sides(*(choose_head(model, None, data) for model in samples.models))
-        source = replace(samples.models.source, problem="multi_label_classification")
+        source = samples.models.source
+        assert source.classifier is not None
+        source = replace(source, classifier=replace(source.classifier, problem="multi_label_classification"))
         found = matching_of(replace(samples, models=Sides(source, samples.models.target), heads=heads))
         teacher, student = torch.tensor([[2.0, -1.0, 3.0]]), torch.tensor([[1.0, 1.0, 3.0]])
         # a constant for all classes changes the answers: 1, 4 and 0 off, over a variance of 13/3
@@ -179,8 +181,8 @@ class TestTokens:
         vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
         (target / "tokenizer.json").write_text(json.dumps(words))
         other = drawn(source, target, samples.dataset)
-        assert other.models.target.reader is not None
-        assert set(other.models.target.reader.tokenizer.get_vocab()) == set(vocabulary)
+        assert other.models.target.inputs.reader is not None
+        assert set(other.models.target.inputs.reader.tokenizer.get_vocab()) == set(vocabulary)
         assert matching_of(other).name == "texts"
 
     @pytest.mark.parametrize("rows", [300, 320])

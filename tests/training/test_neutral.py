@@ -38,10 +38,10 @@ def test_passages_are_packaged() -> None:
 def test_the_loss_is_that_of_transformers(models: Sides[Model]) -> None:
     """The mean over the tokens of every other passage."""
     model = models.target
-    assert model.reader is not None
+    assert model.inputs.reader is not None
     total, count = 0.0, 0
     for text in neutral.passages()[1::2]:
-        ids = model.reader.tokenizer(text, return_tensors="pt").input_ids
+        ids = model.inputs.reader.tokenizer(text, return_tensors="pt").input_ids
         with torch.no_grad():
             total += float(model.module(ids, labels=ids).loss) * (ids.shape[1] - 1)
         count += ids.shape[1] - 1

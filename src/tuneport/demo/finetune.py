@@ -19,7 +19,7 @@ from ..types import Progress
 def finetune(model: Model, data: Dataset, schedule: Schedule, progress: Progress | None = None) -> nn.Module:
     """Train a copy of the tower on labelled images, with the head frozen."""
     head, module = choose_head(model, "digits", data), copy.deepcopy(model.module).train()
-    outside = outside_of(module, model.layers, model.loose, "")
+    outside = outside_of(module, model.architecture.layers, model.architecture.loose, "")
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in outside)
     parts = list(encode_batches(model, align_labels(data, head.classes), 256))

@@ -115,9 +115,9 @@ def linear_probe(
 
 def compute_features(model: Model, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None) -> Tensor:
     """The model's features (N, width) of every sample, in order, on the CPU."""
-    if model.features is None:
+    if model.outputs.features is None:
         raise TuneportError(f"{model.name} gives no features: tuneport does not know its family.")
-    features = model.features
+    features = model.outputs.features
 
     def rows(batch: dict[str, Tensor]) -> Tensor:
         with torch.inference_mode():
@@ -153,15 +153,15 @@ def encode_batches(
     Labels of unlabelled data are all -100, which cross-entropy ignores: a loss over nothing else is NaN.
     """
     _check_batches(data, batch_size)
-    if model.encode is None:
+    if model.inputs.encode is None:
         raise TuneportError(model.unreadable)
     model.check_kind(data)
-    if model.prompted:
+    if model.inputs.prompted:
         data = with_prompts(data)
     labels = np.full(len(data), UNLABELLED, dtype=np.int64) if data.labels is None else data.labels
     for start in range(0, len(data), batch_size):
         part = slice(start, start + batch_size)
-        batch = model.inputs(model.encode(list(data.inputs[part]))), torch.as_tensor(labels[part])
+        batch = model.place(model.inputs.encode(list(data.inputs[part]))), torch.as_tensor(labels[part])
         yield batch
         if progress is not None:
             progress(len(batch[1]))

@@ -89,9 +89,9 @@ def written_answers(teacher: Model, data: Dataset, progress: Progress | None = N
 
 def _longest(teacher: Model, answers: Sequence[str]) -> int:
     """The most tokens that further answers may have: four times those of the longest so far."""
-    if not answers or teacher.reader is None:
+    if not answers or teacher.inputs.reader is None:
         return MOST_TOKENS
-    longest = max(len(teacher.reader.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in answers)
+    longest = max(len(teacher.inputs.reader.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in answers)
     return min(4 * (longest + 2), MOST_TOKENS)
 
 

@@ -57,9 +57,9 @@ def labelling_by(finetuned: Finetuned, source: Model) -> Labelling | None:
     if not isinstance(finetuned, Adapter):
         return labelling_of(finetuned)
     rows = [describe(finetuned.tensors, key).shape[0] for key in finetuned.tensors if is_head(key)]
-    if not rows or (source.labelling is not None and len(source.classes) == rows[-1]):
+    if not rows or (source.labelling is not None and len(source.outputs.classes) == rows[-1]):
         return source.labelling
-    task = "image" if source.kind == "image" else TASK_TYPES.get(finetuned.task_type or "", "sequence")
+    task = "image" if source.inputs.kind == "image" else TASK_TYPES.get(finetuned.task_type or "", "sequence")
     named = len(finetuned.classes) == rows[-1]
     return Labelling(task, finetuned.classes if named else tuple(map(str, range(rows[-1]))))
 
@@ -123,7 +123,8 @@ def take_head(
     """The source with its trained head, whole, and what the `vector` of a fine-tune changes in other tensors."""
     others = [glob for glob in exclude if not any(source.matches(name, [glob]) for name in source.head)]
     whole = vector if len(others) == len(exclude) else change_of(source, finetuned, others)
-    lost = sorted(name for name in source.fresh if name.endswith("weight") and name not in whole)
+    assert source.classifier is not None
+    lost = sorted(name for name in source.classifier.fresh if name.endswith("weight") and name not in whole)
     if lost:
         raise CheckpointError(
             f"the fine-tune reads through {first_of(lost)}, which neither {source.name} nor the fine-tune holds: it "
@@ -157,7 +158,7 @@ def _centred_rows(scores: NDArray[Any], model: Model) -> NDArray[Any]:
 
 def _centred(scores: Tensor, model: Model) -> Tensor:
     """Scores (classes, ...) without their mean over the classes, which no softmax sees; independent ones stay."""
-    return scores if model.regresses or model.problem == "multi_label_classification" else scores - scores.mean(0)
+    return scores if model.regresses or model.multi_label else scores - scores.mean(0)
 
 
 def scores_of_labels(data: Dataset, classes: tuple[str, ...]) -> NDArray[np.float64]:
@@ -173,16 +174,14 @@ def fit_head(model: Model, module: nn.Module, samples: Samples) -> dict[str, Ten
     the start with the smaller leave-one-out error wins.
     """
     assert isinstance(samples, DatasetSamples)
-    data, path = samples.chosen, model.classifier
-    assert path is not None
+    assert model.classifier is not None
+    data, path, own = samples.chosen, model.classifier.path, model.classifier.own
     X, Y = _regression(model, _inputs(model, module, path, data, samples.size), data)
     biased = getattr(module.get_submodule(path), "bias", None) is not None
     starts = [(torch.zeros(Y.shape[1], X.shape[1]).double(), torch.zeros(Y.shape[1]).double())]
-    if f"{path}.weight" in model.own_head:
-        own = (
-            model.own_head.get(f"{path}.{name}", zero) for name, zero in zip(("weight", "bias"), starts[0], strict=True)
-        )
-        weight, bias = (tensor.double().cpu() for tensor in own)
+    if f"{path}.weight" in own:
+        given = (own.get(f"{path}.{name}", zero) for name, zero in zip(("weight", "bias"), starts[0], strict=True))
+        weight, bias = (tensor.double().cpu() for tensor in given)
         starts.append((_centred(weight, model), _centred(bias, model)))
     found = []
     for weight, bias in starts:
@@ -198,11 +197,11 @@ def _regression(model: Model, inputs: Sequence[Tensor], data: Dataset) -> tuple[
     assert data.scores is not None
     if model.task != "token":
         return torch.cat(list(inputs)), torch.as_tensor(data.scores)
-    assert model.reader is not None
-    rows, start, texts = [], 0, with_prompts(data).inputs if model.prompted else data.inputs
+    assert model.inputs.reader is not None
+    rows, start, texts = [], 0, with_prompts(data).inputs if model.inputs.prompted else data.inputs
     for batch in inputs:
         part = slice(start, start := start + len(batch))
-        scores = scores_on(data.scores[part], model.reader.texts(list(texts[part])).spans[0])
+        scores = scores_on(data.scores[part], model.inputs.reader.texts(list(texts[part])).spans[0])
         known = ~scores.isnan().any(-1)
         rows.append((batch[known], scores[known]))
     X, Y = (torch.cat(side) for side in zip(*rows, strict=True))
@@ -212,7 +211,7 @@ def _regression(model: Model, inputs: Sequence[Tensor], data: Dataset) -> tuple[
 
 def is_bare(target: Model, *, fits: bool) -> bool:
     """Whether a head is fitted and the target has none of its own for the classes."""
-    return fits and f"{target.classifier}.weight" not in target.own_head
+    return fits and (target.classifier is None or f"{target.classifier.path}.weight" not in target.classifier.own)
 
 
 def before_port(target: Model, samples: Samples, *, fits: bool) -> Model:
@@ -245,7 +244,7 @@ def measuring(target: Model, samples: Samples) -> AbstractContextManager[None]:
 
 def _inputs(model: Model, module: nn.Module, place: str, data: Dataset, batch_size: int) -> list[Tensor]:
     """What the last layer reads of each batch: what the model gives with an identity in the layer's place."""
-    forward = model.logits or model.features
+    forward = model.outputs.logits or model.outputs.features
     assert forward is not None
     path, _, name = place.rpartition(".")
     parent = module.get_submodule(path)
@@ -270,11 +269,11 @@ def scores_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, ba
 
 def _by_spans(model: Model, data: Dataset, found: Iterable[Tensor]) -> NDArray[Any]:
     """The spans of the tokens of each text and their scores, NaN for special tokens, of rows (T, classes)."""
-    assert model.reader is not None
+    assert model.inputs.reader is not None
     rows = np.empty(len(data), dtype=object)
-    texts = with_prompts(data).inputs if model.prompted else data.inputs
+    texts = with_prompts(data).inputs if model.inputs.prompted else data.inputs
     for number, (text, scores) in enumerate(zip(texts, found, strict=True)):
-        encoded = model.reader.texts([text])  # without padding, which is on the right
+        encoded = model.inputs.reader.texts([text])  # without padding, which is on the right
         assert encoded.inside is not None
         inside = encoded.inside[0]
         rows[number] = encoded.spans[0][0], scores[: len(inside)].masked_fill(~inside[:, None], torch.nan)

@@ -76,7 +76,7 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
         part = data.subset(np.arange(start, min(start + size, len(data))))
         asked, counts = each_answer(part)
         assert part.labels is not None
-        found = _score(model, asked, len(asked) if model.answer_logits is not None else batch_size, counts=counts)
+        found = _score(model, asked, len(asked) if model.shares_questions else batch_size, counts=counts)
         begin, chosen, rows = 0, [], []
         for label, count in zip(part.labels, counts, strict=True):
             chosen.append(int(found.losses[begin : begin + count].argmin()))
@@ -104,13 +104,13 @@ def answer_likelihoods(model: Model, data: Dataset, *, batch_size: int = 32) -> 
 
 def usual_protocol(model: Model, data: Dataset, head: str | None = None) -> Protocol:
     """The protocol of a model and its data: by a head, by the likeliest answer, or by the loss of the texts."""
-    if model.token_logits is None or head is not None:
+    if model.generation is None or head is not None:
         return "zero-shot"
     return "perplexity" if data.labels is None and data.choices is None else "likelihood"
 
 
 def _check(model: Model, data: Dataset) -> None:
-    if model.token_logits is None:
+    if model.generation is None:
         raise TuneportError(f"{model.name} writes no text; perplexity needs a causal or an encoder-decoder model.")
     model.check_kind(data)
     check_samples(data)

@@ -140,6 +140,6 @@ def samples_at_once(models: Sides[Model]) -> int | None:
     """
     if models.target.device.type != "cpu":
         return None
-    layers = (layer for model in models for layer in model.layers)
+    layers = (layer for model in models for layer in model.architecture.layers)
     widest = max((max(layer.in_features, layer.out_features) for layer in layers), default=1024)
     return max(8, 8 * 1024 // widest)

@@ -88,7 +88,7 @@ def _choose_default(dataset: Dataset, models: Sequence[Model]) -> str:
         raise TuneportError("one model is causal and the other an encoder-decoder; pass a loss for each in Python.")
     if kinds and len(kinds) == len(models):
         return kinds[0]
-    contrast = _has_pairs(dataset) and dataset.labels is None and any(model.logits is None for model in models)
+    contrast = _has_pairs(dataset) and dataset.labels is None and any(model.outputs.logits is None for model in models)
     return "contrastive" if contrast else "classification"
 
 
@@ -137,12 +137,12 @@ def load_loss(name: str) -> Loss:
 def batch_for(model: Model, encoded: Encoded) -> tuple[dict[str, Tensor], Tensor]:
     """The batch of a loss, on the device and in the dtype of the model."""
     labels = encoded.labels if encoded.labels is not None else torch.empty(0)
-    return model.inputs(encoded.inputs), labels.to(model.device)
+    return model.place(encoded.inputs), labels.to(model.device)
 
 
 def forward_only(model: Model) -> Loss:
     """A loss that runs a model, for signals of the forward pass."""
-    forward = model.logits or model.features
+    forward = model.outputs.logits or model.outputs.features
     if forward is None:
         raise TuneportError(f"{model.name} cannot be run on raw samples: tuneport does not know its family.")
     return lambda module, batch: forward(module, batch[0]).sum()
@@ -186,7 +186,7 @@ def labelled_tokens(
     as for `next_tokens`.
     """
     labels = batch[1]
-    if counts and model.answer_logits is not None:
+    if counts and model.shares_questions:
         scores, labels = next_tokens(model, module, batch, counts)
         named = labels != UNLABELLED
         return scores[named], labels[named], named.nonzero()[:, 0]
@@ -209,8 +209,8 @@ def next_tokens(
     """
     inputs, labels = batch
     size = len(labels)
-    if counts and model.answer_logits is not None:
-        found = model.answer_logits(module, inputs, labels, counts)
+    if counts and model.generation is not None and model.generation.answer_logits is not None:
+        found = model.generation.answer_logits(module, inputs, labels, counts)
         if found is not None:
             return found
         size = -(-size // ANSWERS_AT_ONCE)  # whole passes of the batch size
@@ -225,10 +225,10 @@ def _run_in_parts(
     model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], wanted: Tensor, size: int
 ) -> Tensor:
     """The scores (M, vocabulary) of the tokens that are wanted (N, T), of so many rows at a time."""
-    assert model.token_logits is not None
+    assert model.generation is not None
     inputs, labels = batch
     each = [
-        model.token_logits(module, {key: value[at : at + size] for key, value in inputs.items()}, *part)
+        model.generation.token_logits(module, {key: value[at : at + size] for key, value in inputs.items()}, *part)
         for at, *part in zip(range(0, len(labels), size), labels.split(size), wanted.split(size), strict=True)
     ]
     return each[0] if len(each) == 1 else torch.cat(each)
@@ -236,7 +236,7 @@ def _run_in_parts(
 
 def questions_at_once(model: Model, batch_size: int, answers: int) -> int:
     """How many questions with so many answers each are one batch; the answers of a question read once are short."""
-    rows = batch_size * (ANSWERS_AT_ONCE if model.answer_logits is not None else 1)
+    rows = batch_size * (ANSWERS_AT_ONCE if model.shares_questions else 1)
     return max(rows // answers, 1)
 
 
@@ -248,17 +248,23 @@ def first_answer(model: Model, labels: Tensor) -> int:
 
 
 def _encode_classes(model: Model, samples: Dataset) -> Encoded:
-    if model.encode is None:
+    if model.inputs.encode is None:
         raise TuneportError(model.unreadable)
     inputs = list(samples.inputs)
-    encoded = model.reader.texts(inputs) if model.reader is not None else Encoded(model.encode(inputs), None, ())
+    encoded = (
+        model.inputs.reader.texts(inputs)
+        if model.inputs.reader is not None
+        else Encoded(model.inputs.encode(inputs), None, ())
+    )
     return replace(encoded, labels=_answers(model, samples, encoded))
 
 
 def _answers(model: Model, samples: Dataset, encoded: Encoded) -> Tensor:
     """The labels (N,) of samples; what the scores of a teacher say of tokens (N, T), or as numbers (N, outputs)."""
     if model.regresses:
-        known = np.full((len(samples), len(model.classes)), np.nan) if samples.scores is None else samples.scores
+        known = (
+            np.full((len(samples), len(model.outputs.classes)), np.nan) if samples.scores is None else samples.scores
+        )
         return torch.as_tensor(known, dtype=torch.float32)
     if model.task == "token":
         if samples.scores is None:
@@ -295,9 +301,9 @@ def _head_loss(model: Model, head: Head | None) -> Loss:
 
 
 def _reader(model: Model) -> Reader:
-    if model.reader is None:
+    if model.inputs.reader is None:
         raise TuneportError(model.unreadable)
-    return model.reader
+    return model.inputs.reader
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,9 +314,11 @@ class ContrastiveLoss:
     head: Head | None = None  # has no say
 
     def __call__(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        assert self.model.features is not None
-        vectors = F.normalize(widened(self.model.features(module, batch[0])), dim=-1)
-        return F.cross_entropy(self.model.logit_scale * vectors[0::2] @ vectors[1::2].T, batch[1], reduction="sum")
+        assert self.model.outputs.features is not None
+        vectors = F.normalize(widened(self.model.outputs.features(module, batch[0])), dim=-1)
+        return F.cross_entropy(
+            self.model.outputs.logit_scale * vectors[0::2] @ vectors[1::2].T, batch[1], reduction="sum"
+        )
 
 
 def _encode_pairs(model: Model, samples: Dataset) -> Encoded:

@@ -146,7 +146,7 @@ class DatasetSamples(Samples):
 
     def coverage(self) -> Coverage | None:
         """The coverage over all samples; None if a model reads no text."""
-        if any(model.reader is None for model in self.models):
+        if any(model.inputs.reader is None for model in self.models):
             return None
         total = Coverage()
         for source, target in self.encoded():
@@ -162,7 +162,7 @@ class DatasetSamples(Samples):
         for start in range(0, len(self), self.size):
             parts = [data.subset(self.indices[start : start + self.size]) for data in labelled]
             pairs = zip(self.models, parts, strict=True)
-            prompted = ((model, with_prompts(part) if model.prompted else part) for model, part in pairs)
+            prompted = ((model, with_prompts(part) if model.inputs.prompted else part) for model, part in pairs)
             yield Sides(*(self.objective.encode(model, part) for model, part in prompted))
 
     def _paired(self, sides: Sides[Encoded]) -> PairedBatch:
@@ -172,7 +172,9 @@ class DatasetSamples(Samples):
             match = match_spans(source.spans, target.spans)
         else:
             pairs = zip(self.models, batches, strict=True)
-            match = match_tokens(*(model.layout(batch) if model.layout else None for model, (batch, _) in pairs))
+            match = match_tokens(
+                *(model.inputs.layout(batch) if model.inputs.layout else None for model, (batch, _) in pairs)
+            )
         rows = len(next(iter(target.inputs.values())))
         size = len(target.labels) if target.labels is not None else rows
 

@@ -1,6 +1,17 @@
-"""Everything that must be known of a model. Public for authors of families: Model, Family and Head."""
+"""Everything that must be known of a model. Public for authors of families: Model with its parts, Family and Head."""
 
-from .base import Family, Model, describe_any
+from .base import Architecture, Classifier, Family, Generation, Inputs, Model, Outputs, Weights, describe_any
 from .heads import Head
 
-__all__ = ["Family", "Head", "Model", "describe_any"]
+__all__ = [
+    "Architecture",
+    "Classifier",
+    "Family",
+    "Generation",
+    "Head",
+    "Inputs",
+    "Model",
+    "Outputs",
+    "Weights",
+    "describe_any",
+]

@@ -58,6 +58,11 @@ class Labelling:
     classes: tuple[str, ...]
     problem: str = ""
 
+    @property
+    def regresses(self) -> bool:
+        """True if the layer gives numbers, not scores of classes, by the rule of transformers."""
+        return self.problem == "regression" or (not self.problem and len(self.classes) == 1)
+
 
 @dataclass(frozen=True, eq=False)
 class Weights:
@@ -82,88 +87,150 @@ class Weights:
 
 
 @dataclass(frozen=True, eq=False)
+class Architecture:
+    """The parts of a module, by the names of its parameters.
+
+    Args:
+        layers: the layers that a transfer can move.
+        loose: the tensors outside layers that it can move: norms, biases, embeddings.
+        vocabulary_head: the last layer of a model that generates text, if it is not tied to the embedding; also in
+            `outside`.
+        outside: parameters that stay as they are -> the reason.
+    """
+
+    layers: tuple[Layer, ...] = ()
+    loose: tuple[LooseTensor, ...] = ()
+    vocabulary_head: tuple[LooseTensor, ...] = ()
+    outside: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a model reads. A field is None if the model has no such thing.
+
+    Args:
+        kind: "image" or "text".
+        encode: raw samples -> the module's inputs.
+        layout: the places of the tokens of a batch of images.
+        reader: the tokenizer of a text model.
+        prompted: whether the model reads samples inside the task's prompt.
+    """
+
+    kind: str | None = None
+    encode: Callable[[Sequence[Any]], dict[str, Tensor]] | None = None
+    layout: Callable[[Batch], TokenLayout] | None = None
+    reader: Reader | None = None
+    prompted: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """What a model gives for each sample. A field is None if the model has no such thing.
+
+    Args:
+        features: runs the module and returns one vector per sample, of size `width`.
+        logits: runs the module and returns the scores of `classes`, of each sample or of each token.
+        embed_texts: texts -> vectors to compare with `features`, by its text tower or as a sentence encoder.
+        logit_scale: factor of the cosines between features and class embeddings.
+    """
+
+    features: Forward | None = None
+    width: int | None = None
+    logits: Forward | None = None
+    classes: tuple[str, ...] = ()
+    embed_texts: Callable[[list[str]], Tensor] | None = None
+    logit_scale: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """How a model writes text.
+
+    Args:
+        kind: "causal" or "seq2seq".
+        generate: continues a batch, padded on the left, by at most so many tokens; a callback gets the scores of the
+            next tokens (N, V) and returns the chosen ones (N,) and which texts are finished (N,).
+        token_logits: scores of the next tokens (M, vocabulary), of a batch, its labels and the places of interest
+            (N, T).
+        answer_logits: scores (N, K, vocabulary) and labels (N, K) of rows that are several answers to each question,
+            with the number of answers to each; returns None if the shared tokens cannot be read once.
+    """
+
+    kind: str
+    generate: Callable[[nn.Module, Batch, int, Choose], None]
+    token_logits: Callable[[nn.Module, Batch, Tensor, Tensor], Tensor]
+    answer_logits: Callable[[nn.Module, Batch, Tensor, Sequence[int]], tuple[Tensor, Tensor] | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Classifier:
+    """A classification layer that can be made again.
+
+    Args:
+        path: of the layer, the last one of the head.
+        task: what it labels: "image", "sequence" or "token".
+        problem: transformers' `problem_type` of it, if it is stated.
+        own: its parameters in the files, if the layer was made again for classes that it knows.
+        fresh: parameters that are not in the files: parts of a head that was made when the model was opened.
+    """
+
+    path: str
+    task: str
+    problem: str = ""
+    own: Mapping[str, Tensor] = field(default_factory=dict)
+    fresh: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, eq=False)
 class Model:
-    """A model with everything a transfer needs to know of it. A field is None if the model has no such thing.
+    """A model with everything a transfer needs to know of it.
 
     Args:
         name: what the user calls the model; used in messages.
-        weights: its stored weights.
-        layers: the layers that a transfer can move.
-        loose: the tensors outside layers that it can move: norms, biases, embeddings.
-        kind: "image" or "text", what the model reads.
-        classes: class names of its classification layer.
-        task: what that layer labels, if it can be made again: "image", "sequence" or "token".
-        problem: transformers' `problem_type` of that layer, if it is stated.
-        classifier: the path of that layer, the last one of the head.
-        own_head: the parameters of that layer in the files, if the layer was made again for classes that it knows.
-        fresh: parameters that are not in the files: parts of a head that was made when the model was opened.
-        encode: raw samples -> the module's inputs.
-        features: runs the module and returns one vector per sample, of size `width`.
-        logits: runs the module and returns the scores of its classification layer, of each sample or of each token.
-        layout: the places of the tokens of a batch of images.
-        reader: the tokenizer of a text model.
-        token_logits: scores of the next tokens (M, vocabulary), of a batch, its labels and the places of interest
-            (N, T), if the model generates text.
-        answer_logits: scores (N, K, vocabulary) and labels (N, K) of rows that are several answers to each question,
-            with the number of answers to each; returns None if the shared tokens cannot be read once.
-        generate: continues a batch, padded on the left, by at most so many tokens, if the model generates text; a
-            callback gets the scores of the next tokens (N, V) and returns the chosen ones (N,) and which texts are
-            finished (N,).
-        generates: "causal" or "seq2seq", if it generates text.
-        prompted: whether it reads samples inside the task's prompt.
-        vocabulary_head: its last layer if that is not tied to the embedding; also in `outside`.
-        embed_texts: texts -> vectors to compare with `features`, by its text tower or as a sentence encoder.
-        logit_scale: factor of the cosines between features and class embeddings.
-        outside: parameters that stay as they are -> the reason.
+        classifier: its classification layer, if it can be made again.
+        generation: how it writes text, if it does.
     """
 
     name: str
     module: nn.Module
     weights: Weights
-    layers: tuple[Layer, ...] = ()
-    loose: tuple[LooseTensor, ...] = ()
-    kind: str | None = None
-    classes: tuple[str, ...] = ()
-    task: str = ""
-    problem: str = ""
-    classifier: str | None = None
-    own_head: Mapping[str, Tensor] = field(default_factory=dict)
-    fresh: frozenset[str] = frozenset()
-    encode: Callable[[Sequence[Any]], dict[str, Tensor]] | None = None
-    features: Forward | None = None
-    logits: Forward | None = None
-    layout: Callable[[Batch], TokenLayout] | None = None
-    reader: Reader | None = None
-    token_logits: Callable[[nn.Module, Batch, Tensor, Tensor], Tensor] | None = None
-    answer_logits: Callable[[nn.Module, Batch, Tensor, Sequence[int]], tuple[Tensor, Tensor] | None] | None = None
-    generate: Callable[[nn.Module, Batch, int, Choose], None] | None = None
-    generates: str | None = None
-    prompted: bool = False
-    vocabulary_head: tuple[LooseTensor, ...] = ()
-    embed_texts: Callable[[list[str]], Tensor] | None = None
-    logit_scale: float = 1.0
-    width: int | None = None
-    outside: Mapping[str, str] = field(default_factory=dict)
+    architecture: Architecture = Architecture()
+    inputs: Inputs = Inputs()
+    outputs: Outputs = Outputs()
+    classifier: Classifier | None = None
+    generation: Generation | None = None
 
     def __repr__(self) -> str:
-        return f"Model({self.name}: {type(self.module).__name__}, {len(self.layers)} layers)"
+        return f"Model({self.name}: {type(self.module).__name__}, {len(self.architecture.layers)} layers)"
 
     @property
     def unreadable(self) -> str:
         """The error text for a model without `encode`."""
-        if self.kind == "text" and self.weights.folder is not None:
+        if self.inputs.kind == "text" and self.weights.folder is not None:
             return f"{self.name} has no tokenizer in its folder: copy its files (tokenizer.json) from the original."
         return f"{self.name} cannot read raw samples; pass batches and loss=, or a model folder."
 
     @property
-    def labelling(self) -> Labelling | None:
-        """What the classification layer decides, if there is one that can be made again."""
-        return Labelling(self.task, self.classes, self.problem) if self.task else None
+    def generates(self) -> str | None:
+        """ "causal" or "seq2seq", if the model writes text."""
+        return self.generation.kind if self.generation is not None else None
 
     @property
-    def regresses(self) -> bool:
-        """True if the classification layer gives numbers, not scores of classes, by the rule of transformers."""
-        return bool(self.task) and (self.problem == "regression" or (not self.problem and len(self.classes) == 1))
+    def shares_questions(self) -> bool:
+        """True if the tokens that several answers to a question share can be read once."""
+        return self.generation is not None and self.generation.answer_logits is not None
+
+    @property
+    def task(self) -> str:
+        """What the classification layer labels, if it can be made again; else empty."""
+        return self.classifier.task if self.classifier is not None else ""
+
+    @property
+    def labelling(self) -> Labelling | None:
+        """What the classification layer decides, if there is one that can be made again."""
+        if self.classifier is None:
+            return None
+        return Labelling(self.classifier.task, self.outputs.classes, self.classifier.problem)
 
     @property
     def labels_samples(self) -> bool:
@@ -176,25 +243,37 @@ class Model:
         return "labels tokens" if self.task == "token" else "gives numbers" if self.regresses else ""
 
     @property
+    def regresses(self) -> bool:
+        """True if the classification layer gives numbers, not scores of classes."""
+        return self.labelling is not None and self.labelling.regresses
+
+    @property
+    def multi_label(self) -> bool:
+        """True if each class of the classification layer is a question of its own."""
+        return self.classifier is not None and self.classifier.problem == "multi_label_classification"
+
+    @property
     def classifier_parameters(self) -> frozenset[str]:
         """The names of the parameters of the classification layer, if there is one."""
         if self.classifier is None:
             return frozenset()
-        layer = self.module.get_submodule(self.classifier)
-        return frozenset(f"{self.classifier}.{name}" for name, _ in layer.named_parameters())
+        path = self.classifier.path
+        return frozenset(f"{path}.{name}" for name, _ in self.module.get_submodule(path).named_parameters())
 
     @property
     def head(self) -> frozenset[str]:
         """The parameters of a head that is carried as a whole: the classification layer, and what is fresh."""
-        return self.fresh | self.classifier_parameters
+        fresh = self.classifier.fresh if self.classifier is not None else frozenset()
+        return fresh | self.classifier_parameters
 
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
-    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+    def place(self, batch: Batch) -> dict[str, Tensor]:
         """An encoded batch on the model's device, with pixels in the dtype of its first layer."""
-        dtype = self.module.get_parameter(self.layers[0].weight).dtype if self.layers else None
+        layers = self.architecture.layers
+        dtype = self.module.get_parameter(layers[0].weight).dtype if layers else None
         return {
             key: value.to(self.device, dtype if value.is_floating_point() else None) for key, value in batch.items()
         }
@@ -218,8 +297,8 @@ class Model:
 
     def check_kind(self, data: DatasetLike) -> None:
         """Raise if the data hold images and the model reads texts, or the other way round."""
-        if data.kind != self.kind:
-            raise DataError(f"{data.name} holds {data.kind}s, but {self.name} reads {self.kind}s.")
+        if data.kind != self.inputs.kind:
+            raise DataError(f"{data.name} holds {data.kind}s, but {self.name} reads {self.inputs.kind}s.")
 
     def matches(self, name: str, patterns: Sequence[str]) -> bool:
         """Whether the live name of a parameter, or its name in the files, matches one of the patterns."""
@@ -243,10 +322,12 @@ class Model:
 
     def cut_at(self, max_length: int | None) -> Model:
         """The same model reading texts up to `max_length` tokens, or up to its own limit."""
-        if self.reader is None or max_length is None:
+        if self.inputs.reader is None or max_length is None:
             return self
-        reader = replace(self.reader, max_length=max_length)
-        return replace(self, reader=reader, encode=lambda texts: reader.texts(texts).inputs)
+        reader = replace(self.inputs.reader, max_length=max_length)
+        return replace(
+            self, inputs=replace(self.inputs, reader=reader, encode=lambda texts: reader.texts(texts).inputs)
+        )
 
     def guarded(self) -> Model:
         """The same model, whose failures when it runs are errors of one line: its files may lie about it."""
@@ -258,8 +339,15 @@ class Model:
 
             return run and guarded
 
-        runs = ("features", "logits", "token_logits", "answer_logits", "generate", "embed_texts", "encode")
-        return replace(self, **{name: guard(getattr(self, name)) for name in runs})
+        def guarded(part: Any, *names: str) -> Any:
+            return part and replace(part, **{name: guard(getattr(part, name)) for name in names})
+
+        return replace(
+            self,
+            inputs=guarded(self.inputs, "encode"),
+            outputs=guarded(self.outputs, "features", "logits", "embed_texts"),
+            generation=guarded(self.generation, "generate", "token_logits", "answer_logits"),
+        )
 
     def with_module(self, module: nn.Module) -> Model:
         """The same model with other weights, in memory."""
@@ -351,7 +439,7 @@ def describe_any(module: nn.Module) -> Model:
     loose = find_loose(module, layers)
     names = {name: name for name, _ in module.named_parameters()}
     weights = Weights(live_tensors(module), names, write=writer_with_config(module))
-    return Model(type(module).__name__, module, weights, layers, loose)
+    return Model(type(module).__name__, module, weights, Architecture(layers, loose))
 
 
 def live_tensors(module: nn.Module) -> dict[str, Tensor]:

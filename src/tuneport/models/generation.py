@@ -112,12 +112,12 @@ def generate_texts(
 
 
 def _reader_of(model: Model) -> Reader:
-    if model.generate is None or model.generates is None:
+    if model.generation is None:
         raise TuneportError(f"{model.name} does not write texts; give a causal or an encoder-decoder model.")
-    if model.reader is None:
+    if model.inputs.reader is None:
         raise TuneportError(model.unreadable)
     model.require_in_memory("writing texts", "raise it, or give a smaller model")
-    return model.reader
+    return model.inputs.reader
 
 
 def _encode(model: Model, prompts: Sequence[Prompt], new: int) -> list[list[int]]:
@@ -176,7 +176,7 @@ def _write(
 ) -> list[Written]:
     """The texts of one batch, padded on the left."""
     reader, device = _reader_of(model), model.device
-    assert model.generate is not None
+    assert model.generation is not None
     padding = int(reader.tokenizer.pad_token_id or 0)
     width = max(map(len, rows))
     ids = torch.tensor([[padding] * (width - len(row)) + row for row in rows])
@@ -184,7 +184,7 @@ def _write(
     writer = _Writer(sampling, torch.stack(list(chances)).to(device), ends, reader.tokenizer, padding)
     batch = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
     with torch.no_grad():
-        model.generate(model.module, batch, sampling.max_new_tokens, writer.choose)
+        model.generation.generate(model.module, batch, sampling.max_new_tokens, writer.choose)
     means = (writer.total / writer.counts).tolist()
     if not all(map(math.isfinite, means)):
         raise CaptureError(f"{model.name} gives scores that are not finite numbers; give its dtype as float32.")

@@ -70,10 +70,10 @@ class Head:
         They are (N, classes), or (N, T, classes) for a model that labels tokens.
         """
         if self.class_embeds is None:
-            assert model.logits is not None
-            return widened(model.logits(module, batch))
-        assert model.features is not None
-        features = widened(model.features(module, batch))
+            assert model.outputs.logits is not None
+            return widened(model.outputs.logits(module, batch))
+        assert model.outputs.features is not None
+        features = widened(model.outputs.features(module, batch))
         embeds = self.class_embeds.to(features)
         return self.logit_scale * F.normalize(features, dim=-1) @ F.normalize(embeds, dim=-1).T
 
@@ -128,14 +128,16 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
             known = f"it has {first_of(paths)}" if paths else "it has none"
             raise DataError(f"{model.name} has no head '{wanted}': {known}. Pass one of its heads or a file as `head`.")
         return _described_head(model, path) if path.suffix == ".json" else _read_fitting(model, path)
-    if model.logits is not None:
-        return Head("classifier", model.classes)
+    if model.outputs.logits is not None:
+        return Head("classifier", model.outputs.classes)
     words = dataset.label_texts or dataset.classes
-    numbers = model.kind == "text" and not dataset.prompts and bool(words) and all(word.isdecimal() for word in words)
-    if model.embed_texts is not None and words and not numbers:
-        prompts = dataset.prompts or (("{}",) if model.kind == "text" else PROMPTS)
-        embeds = class_embeddings(words, prompts, model.embed_texts)
-        return Head("text", dataset.classes, embeds, model.logit_scale)
+    numbers = (
+        model.inputs.kind == "text" and not dataset.prompts and bool(words) and all(word.isdecimal() for word in words)
+    )
+    if model.outputs.embed_texts is not None and words and not numbers:
+        prompts = dataset.prompts or (("{}",) if model.inputs.kind == "text" else PROMPTS)
+        embeds = class_embeddings(words, prompts, model.outputs.embed_texts)
+        return Head("text", dataset.classes, embeds, model.outputs.logit_scale)
     if dataset.name in paths or len(paths) == 1:
         return _read_fitting(model, paths.get(dataset.name, stored[0]))
     known = f"choose one of its heads with `head`: {first_of(paths)}" if paths else "pass `head=FILE`"
@@ -145,14 +147,14 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
             f'layer: it needs words for them. Describe them, `head=FILE.json` with {{{words[0]!r}: "..."}}, or name a '
             "task (TASK:PATH), or give a fine-tune with a classification layer."
         )
-    if model.embed_texts is not None:
+    if model.outputs.embed_texts is not None:
         raise DataError(f"{dataset.name} names no classes that {model.name} could be asked for; {known}, or .json.")
     raise DataError(f"{model.name} has neither a classification layer nor a text tower; {known}.")
 
 
 def _described_head(model: Model, path: Path) -> Head:
     """A head from descriptions: {"class": "description", ...}; those of several descriptions are averaged."""
-    if model.embed_texts is None:
+    if model.outputs.embed_texts is None:
         raise DataError(f"{model.name} has no text tower or sentence encoder that could read {path}; pass a head file.")
     content = read_json(path, "a list of class descriptions")
     described = content.items() if isinstance(content, dict) else ()
@@ -161,9 +163,9 @@ def _described_head(model: Model, path: Path) -> Head:
         isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts) for texts in words.values()
     ):
         raise DataError(f'{path} does not describe classes: expected {{"class": "description", ...}} in words.')
-    found = (class_embeddings(texts, ("{}",), model.embed_texts) for texts in words.values())
+    found = (class_embeddings(texts, ("{}",), model.outputs.embed_texts) for texts in words.values())
     rows = [F.normalize(embeds.mean(0), dim=-1) for embeds in found]
-    return Head(path.stem, tuple(words), torch.stack(rows), model.logit_scale)
+    return Head(path.stem, tuple(words), torch.stack(rows), model.outputs.logit_scale)
 
 
 def _read_fitting(model: Model, path: Path) -> Head:
@@ -171,9 +173,9 @@ def _read_fitting(model: Model, path: Path) -> Head:
     head = read_head(path)
     assert head.class_embeds is not None
     width = head.class_embeds.shape[1]
-    if model.width not in (None, width):
+    if model.outputs.width not in (None, width):
         raise DataError(
             f"head '{head.name}' has embeddings of width {width}, but {model.name} gives features of width "
-            f"{model.width}; a head belongs to one model."
+            f"{model.outputs.width}; a head belongs to one model."
         )
     return head

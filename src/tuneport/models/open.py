@@ -138,7 +138,7 @@ def runnable(model: Model, device: torch.device) -> AbstractContextManager[None]
     """Context in which an offloaded model can run; its blocks are streamed to `device`."""
     if not model.weights.offloaded:
         return placed(model.module, None)
-    blocks = block_paths(model.layers)
+    blocks = block_paths(model.architecture.layers)
     return placed(model.module, Placement(device, blocks, frozenset(blocks), model.parameters()))
 
 

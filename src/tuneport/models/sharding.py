@@ -48,7 +48,7 @@ def shard(model: Model, module: nn.Module, device: torch.device, change: TaskVec
                 part._parameters[name] = known.setdefault(id(parameter), made)
     read = {name for name, parameter in module.named_parameters() if parameter.is_meta}
     mesh = init_device_mesh(device.type, (ranks().size,))
-    for path in block_paths(model.layers):
+    for path in block_paths(model.architecture.layers):
         fully_shard(module.get_submodule(path), mesh=mesh)
     fully_shard(module, mesh=mesh, reshard_after_forward=True)
     module._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device))

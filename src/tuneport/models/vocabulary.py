@@ -40,7 +40,7 @@ class AddedTokens:
 
 def tables_of(model: Model) -> dict[str, str]:
     """The live names of the embedding ("input") and of the output layer ("output"): one name if they are tied."""
-    if model.reader is None or model.weights.library != "transformers":
+    if model.inputs.reader is None or model.weights.library != "transformers":
         return {}
     module: Any = model.module
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -53,9 +53,9 @@ def added_tokens(source: Model, finetuned: object) -> dict[str, int]:
     """The tokens that the tokenizer in the folder of a fine-tune has and that of its base has not, with their rows."""
     folder = finetuned.files[0].parent if isinstance(finetuned, Adapter) and finetuned.files else finetuned
     tokenizer = tokenizer_of(folder) if isinstance(folder, (str, Path)) else None
-    if tokenizer is None or source.reader is None:
+    if tokenizer is None or source.inputs.reader is None:
         return {}
-    known = source.reader.tokenizer.get_vocab()
+    known = source.inputs.reader.tokenizer.get_vocab()
     return {text: row for text, row in tokenizer.get_added_vocab().items() if text not in known}
 
 
@@ -83,11 +83,11 @@ def added_rows(
     source, target = models
     keys = _keys(source, finetuned, tensors)
     keys = {name: key for name, key in keys.items() if not source.matches(name, exclude)}
-    added = added_tokens(source, finetuned) if keys and target.reader is not None else {}
+    added = added_tokens(source, finetuned) if keys and target.inputs.reader is not None else {}
     if not added:
         return None
-    assert target.reader is not None
-    ids = target.reader.tokenizer.get_vocab()
+    assert target.inputs.reader is not None
+    ids = target.inputs.reader.tokenizer.get_vocab()
     moved: dict[str, Entry] = {}
     parts: list[Part] = []
     for name, key in keys.items():
@@ -135,9 +135,9 @@ def _shared(models: Sides[Model]) -> tuple[list[int], list[int]]:
     """The ids of the tokens that both vocabularies have; a blank at the begin is written in two ways."""
     sides = []
     for model in models:
-        assert model.reader is not None
+        assert model.inputs.reader is not None
         rows = len(model.stored_parameters()[tables_of(model)["input"]])
-        vocabulary = model.reader.tokenizer.get_vocab()
+        vocabulary = model.inputs.reader.tokenizer.get_vocab()
         sides.append({text.replace("▁", "Ġ"): row for text, row in vocabulary.items() if row < rows})
     both = [text for text in sides[0] if text in sides[1]]
     return [sides[0][text] for text in both], [sides[1][text] for text in both]

@@ -133,7 +133,7 @@ def _with_adapter(record: Record, update: Update, packed: Packed) -> dict[str, A
     """The record with ranks, what they cost, and what has no place in the adapter."""
     target = update.target
     kept = [{"tensor": target.weights.file_names[name], "reason": reason} for name, reason in packed.kept.items()]
-    weights = {layer.name: layer.weight for layer in target.layers}
+    weights = {layer.name: layer.weight for layer in target.architecture.layers}
     return {
         **record,
         "layers": [layer for layer in record["layers"] if weights.get(layer["target"]) not in packed.kept],
@@ -171,7 +171,7 @@ def adapter_facts(target: Model, wanted: str | None) -> dict[str, Any]:
 
 def loader_of(target: Model, wanted: str | None) -> tuple[str, str]:
     """The class of peft that opens an adapter of the target together with its base, and the options that it needs."""
-    labels = f", num_labels={len(target.classes)}" if target.classes else ""
+    labels = f", num_labels={len(target.outputs.classes)}" if target.outputs.classes else ""
     return LOADERS.get(adapter_facts(target, wanted)["task_type"], "AutoPeftModel"), labels
 
 

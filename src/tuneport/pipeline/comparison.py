@@ -88,7 +88,7 @@ def check_test(target: Model, calibration: Calibration, test: Dataset) -> None:
     if (heads := calibration.heads) is not None:
         check_counted(target, heads.target)
         align_labels(test, heads.target.classes)
-    elif target.features is None:
+    elif target.outputs.features is None:
         raise DataError("an accuracy needs labelled data and a head for it: pass `data`.")
 
 

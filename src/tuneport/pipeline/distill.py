@@ -142,7 +142,7 @@ def _prepare(
     if config.shard:
         models, vector = Sides(sharded(models.source, vector, device), models.target), TaskVector({})
     for model in models:
-        if model.encode is None:
+        if model.inputs.encode is None:
             raise TuneportError(model.unreadable)
     about = {
         "tuneport": package_version("tuneport"),
@@ -229,7 +229,7 @@ def _others(config: LessonsConfig) -> dict[str, Any]:
 
 def _heads(models: Sides[Model], wanted: str | None, dataset: Dataset) -> Sides[Head] | None:
     """A head for each model, or none where nothing names classes: then similarities are taught."""
-    if wanted is None and not dataset.classes and any(model.logits is None for model in models):
+    if wanted is None and not dataset.classes and any(model.outputs.logits is None for model in models):
         return None
     return Sides(*(choose_head(model, wanted, dataset) for model in models))
 
@@ -291,4 +291,4 @@ def _size(target: Model, config: DistillConfig, output: Output) -> int:
     """The expected number of bytes of the output."""
     if config.lora is None:
         return output.size(Plan(()), Update(target, TaskVector({})), get_method("naive"))
-    return 4 * sum(config.lora * (layer.out_features + layer.in_features) for layer in target.layers)
+    return 4 * sum(config.lora * (layer.out_features + layer.in_features) for layer in target.architecture.layers)

@@ -172,7 +172,7 @@ def count_answers(setup: Setup, scale: float | ScaleRule, tested: int, exclude: 
     (source, target), change, calibration = setup.models, setup.change, setup.calibration
     judge = Judge(target, calibration, ModelOutput(), change.fits_head)
     count, fits = len(calibration.samples), 1 if change.fits_head else 0
-    rows = 1 if target.answer_logits is not None else max(judge.answers_per_sample, 1)
+    rows = 1 if target.shares_questions else max(judge.answers_per_sample, 1)
     candidates = len(judge.candidates) * rows if isinstance(scale, str) else 0
     of_source = count_forward_passes(source, change, calibration, exclude)
     of_source += tested if is_whole(source, change, exclude) else 0
@@ -225,7 +225,7 @@ def statistics_bytes(measurement: Measurement) -> int:
 
 def _tokenizers(models: Sides[Model], about: Mapping[str, Any]) -> dict[str, Any]:
     """For two text models: whether their tokenizers are equal, and how many tokens of the samples have a partner."""
-    source, target = (model.reader for model in models)
+    source, target = (model.inputs.reader for model in models)
     if source is None or target is None:
         return {}
     counted = {"tokens": about["tokens"]} if "tokens" in about else {}
@@ -299,7 +299,7 @@ def measurement_of_shapes(source: str | Path, target: str | Path, config: PlanCo
     dtype, device = pick_dtype(config.dtype), "cuda" if config.device == "auto" else config.device
     models = Sides(*(outline_model(path, dtype=dtype, weights=False) for path in (source, target)))
     for model in models:
-        if model.kind != "text" or model.generates == "seq2seq":
+        if model.inputs.kind != "text" or model.generates == "seq2seq":
             raise TuneportError(f"{model.name}: a plan from config.json needs an encoder or a decoder of text.")
     method, plan = get_method(config.method), plan_of(*models, every_layer(models.source))
     method.check(plan)

@@ -61,7 +61,7 @@ def evaluate(
     opened = open_written(model, base, device=device, **more)
     opened = opened.cut_at(config.max_length)
     protocol = config.protocol or usual_protocol(opened, test, config.head)
-    if protocol == "zero-shot" and config.head is None and opened.logits is not None:
+    if protocol == "zero-shot" and config.head is None and opened.outputs.logits is not None:
         check_counted(opened, choose_head(opened, None, test))
     if protocol != "perplexity" and test.labels is None:
         read_data(data, "test", columns=config.columns)  # the error says what is missing
@@ -115,9 +115,9 @@ def ask(
         events.step(f"asking {name}")
         model = open_written(reference, its_base, device=device, trust_remote_code=config.trust_remote_code)
         question: Prompt = prompt
-        if model.reader is not None and model.reader.tokenizer.chat_template:
+        if model.inputs.reader is not None and model.inputs.reader.tokenizer.chat_template:
             question = [{"role": "user", "content": prompt}]
-        most = ANSWER if model.reader is None else min(ANSWER, max(1, model.reader.limit // 2))
+        most = ANSWER if model.inputs.reader is None else min(ANSWER, max(1, model.inputs.reader.limit // 2))
         [found[name]] = generate_texts(model, [question], Sampling(most, temperature=0.0))
         events.advance(1)
     return found

@@ -121,7 +121,8 @@ def _headed(models: Sides[Model], tuned: Finetuned, config: MeasureConfig) -> Si
     if labelling is None:
         return None
     headed = with_heads(models, labelling, config.trust_remote_code)
-    return None if headed.source.matches(f"{headed.source.classifier}.weight", config.exclude) else headed
+    assert headed.source.classifier is not None
+    return None if headed.source.matches(f"{headed.source.classifier.path}.weight", config.exclude) else headed
 
 
 def _whole(source: Model, finetuned: Finetuned) -> TaskVector:
@@ -365,12 +366,12 @@ def _identity_of_parts(change: Change) -> records.Input:
 def _text_notes(models: Sides[Model], samples: DatasetSamples, cut: Sides[int]) -> Iterator[str]:
     """What the models do not read as the data have it: texts that are cut, chats without a template."""
     for model, count in zip(models, cut, strict=True):
-        assert model.reader is not None
+        assert model.inputs.reader is not None
         if count:
-            length = model.reader.longest
-            more = ": raise `max_length`" if length < model.reader.limit else ""
+            length = model.inputs.reader.longest
+            more = ": raise `max_length`" if length < model.inputs.reader.limit else ""
             yield f"{count} of {len(samples)} texts are cut at {length} tokens of {model.name}{more}"
-        if samples.dataset.has_chats and not model.reader.tokenizer.chat_template:
+        if samples.dataset.has_chats and not model.inputs.reader.tokenizer.chat_template:
             yield f"{model.name} has no chat template: it reads the messages one after the other"
 
 

@@ -78,7 +78,7 @@ class OldModel:
         if self.writes:
             return Teacher(self.models.source, self.tuned)
         head = self.head
-        if head is None or self.models.source.reader is None:
+        if head is None or self.models.source.inputs.reader is None:
             raise OptionError("samples can be written for language models and for classifiers of texts alone.")
 
         def classify(data: Dataset) -> Sequence[int]:

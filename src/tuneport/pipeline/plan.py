@@ -88,15 +88,19 @@ def plan_of(
         fitted: parameters of the target that are fitted, and not paired.
     """
     apart = _vocabularies_apart(source, target)
-    source = replace(source, vocabulary_head=()) if apart else source
+    if apart:
+        source = replace(source, architecture=replace(source.architecture, vocabulary_head=()))
     unlike = [*_heads_apart(source, target, fitted), *_sequences_apart(source, target)] if pairs is None else []
     unpaired = {item.tensor for item in unlike}
-    target = replace(target, layers=tuple(layer for layer in target.layers if layer.weight not in unpaired))
+    layers = tuple(layer for layer in target.architecture.layers if layer.weight not in unpaired)
+    target = replace(target, architecture=replace(target.architecture, layers=layers))
     if pairs is None:
         source_layers, source_loose = _included(source, exclude, vector)
         target_layers, target_loose = _included(target, exclude)
-        if MIXTURE in target.outside.values():  # no layer takes what a dense source changed in place of the experts
-            there = {layer.role for layer in target.layers}
+        if (
+            MIXTURE in target.architecture.outside.values()
+        ):  # no layer takes what a dense source changed in place of the experts
+            there = {layer.role for layer in layers}
             roles = {layer.role: None for layer in source_layers if layer.role not in there} | dict(roles or {})
         plan = pair_layers(
             source_layers,
@@ -105,32 +109,37 @@ def plan_of(
             roles=roles,
             depth_rule=depth_rule,
             output_maps=_class_map(source, target),
-            blocks=Sides(count_blocks(source.layers), count_blocks(target.layers)),
+            blocks=Sides(count_blocks(source.architecture.layers), count_blocks(layers)),
         )
     else:
         plan = _given(pairs, vector)
     more = [Kept(name, "excluded") for name in target.weights.file_names if target.matches(name, exclude)]
-    more += [Kept(*item) for item in target.outside.items()]
+    more += [Kept(*item) for item in target.architecture.outside.items()]
     if pairs is not None:
         more += [Kept(name, "not in the pairs that were given") for name in target.weights.file_names]
     kept = (*apart, *unlike, *_unchanged(plan, source, vector), *more)
-    return replace(plan, kept=kept, target_layers=target.layers)
+    return replace(plan, kept=kept, target_layers=layers)
 
 
 def _heads_apart(source: Model, target: Model, fitted: frozenset[str]) -> list[Kept]:
     """The target's head, where it is fitted as a whole, or decides among other classes than the source's."""
     if fitted:
-        made = target.fresh - target.classifier_parameters
+        made = target.head - target.classifier_parameters
         return [
             Kept(name, "new part of the head: it stays as it is made" if name in made else FITTED)
             for name in sorted(fitted)
         ]
-    counts = [layer.out_features for model in (source, target) for layer in model.layers if layer.role == "classifier"]
+    counts = [
+        layer.out_features
+        for model in (source, target)
+        for layer in model.architecture.layers
+        if layer.role == "classifier"
+    ]
     known = source.classifier is not None and target.classifier is not None
     if len(counts) < 2 or (not known and len(set(counts)) == 1) or _class_map(source, target):
         return []
     reason = "classification layer for other classes: the target keeps its own"
-    layers = [layer for layer in target.layers if layer.role == "classifier"]
+    layers = [layer for layer in target.architecture.layers if layer.role == "classifier"]
     return [Kept(name, reason) for layer in layers for name in (layer.weight, layer.bias) if name is not None]
 
 
@@ -138,14 +147,14 @@ def _sequences_apart(source: Model, target: Model) -> list[Kept]:
     """Layers of a Sequential that has other places in the source: the same number is another layer there."""
     places: list[dict[str, set[str]]] = [{}, {}]
     for known, model in zip(places, (source, target), strict=True):
-        for layer in model.layers:
+        for layer in model.architecture.layers:
             parent, _, number = layer.role.rpartition(".")
             if layer.block is None and number.isdecimal():
                 known.setdefault(parent, set()).add(number)
     other = {parent for parent, numbers in places[1].items() if numbers != places[0].get(parent, numbers)}
     return [
         Kept(name, "layer of a Sequential of another depth than the source's: give both in pairs=[...]")
-        for layer in target.layers
+        for layer in target.architecture.layers
         if layer.block is None and layer.role.rpartition(".")[0] in other and layer.role.rpartition(".")[2].isdecimal()
         for name in (layer.weight, layer.bias)
         if name is not None
@@ -160,9 +169,9 @@ def _included(
     def has(name: str) -> bool:
         return (names is None or name in names) and not model.matches(name, exclude)
 
-    layers = [layer for layer in model.layers if has(layer.weight)]
+    layers = [layer for layer in model.architecture.layers if has(layer.weight)]
     layers = [layer if layer.bias is None or has(layer.bias) else replace(layer, bias=None) for layer in layers]
-    return layers, [part for part in (*model.loose, *model.vocabulary_head) if has(part.name)]
+    return layers, [part for part in (*model.architecture.loose, *model.architecture.vocabulary_head) if has(part.name)]
 
 
 def _given(pairs: Sequence[LayerPair], vector: TaskVector) -> Plan:
@@ -177,9 +186,9 @@ def _given(pairs: Sequence[LayerPair], vector: TaskVector) -> Plan:
 
 def _unchanged(plan: Plan, source: Model, vector: TaskVector) -> Iterator[Kept]:
     """What is kept, with another reason where the source has a partner that the fine-tune did not change."""
-    biased = {layer.name for layer in source.layers if layer.bias is not None and layer.bias not in vector}
+    biased = {layer.name for layer in source.architecture.layers if layer.bias is not None and layer.bias not in vector}
     still = {pair.target.bias for pair in plan.pairs if pair.source.bias is None and pair.source.name in biased}
-    roles = {f"the source has no layer with the role {layer.role}": layer.role for layer in source.layers}
+    roles = {f"the source has no layer with the role {layer.role}": layer.role for layer in source.architecture.layers}
     for item in plan.kept:
         if item.tensor in still:
             yield Kept(item.tensor, "the fine-tune did not change this bias")
@@ -191,11 +200,13 @@ def _unchanged(plan: Plan, source: Model, vector: TaskVector) -> Iterator[Kept]:
 
 def _vocabularies_apart(source: Model, target: Model) -> list[Kept]:
     """The target's head, if it scores other tokens; without both tokenizers, only their number is compared."""
-    source_head, target_head = source.vocabulary_head, target.vocabulary_head
+    source_head, target_head = source.architecture.vocabulary_head, target.architecture.vocabulary_head
     if not source_head or not target_head:
         return []
     if source_head[0].shape[0] == target_head[0].shape[0] and (
-        source.reader is None or target.reader is None or source.reader.same_tokens(target.reader)
+        source.inputs.reader is None
+        or target.inputs.reader is None
+        or source.inputs.reader.same_tokens(target.inputs.reader)
     ):
         return []
     reason = "head over another vocabulary than the source's: the target keeps its own"
@@ -204,17 +215,17 @@ def _vocabularies_apart(source: Model, target: Model) -> list[Kept]:
 
 def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
     """The map between the class logits of one label set: it puts the classes in the target's order."""
-    distinct = len(set(source.classes)) == len(source.classes)
-    if not source.classes or sorted(source.classes) != sorted(target.classes) or not distinct:
+    distinct = len(set(source.outputs.classes)) == len(source.outputs.classes)
+    if not source.outputs.classes or sorted(source.outputs.classes) != sorted(target.outputs.classes) or not distinct:
         return {}
-    order = [target.classes.index(name) for name in source.classes]
+    order = [target.outputs.classes.index(name) for name in source.outputs.classes]
     return {"classifier": torch.eye(len(order), dtype=torch.float64)[order]}
 
 
 def not_transported_by(target: Model, plan: Plan, moved: Collection[str], kept: Iterable[Kept]) -> tuple[Kept, ...]:
     """Every tensor of the target's files that is not among the `moved`, with the reason, in the order of the files."""
     reasons: dict[str, str] = {}
-    whole = {layer.name: layer.weight for layer in target.layers if layer.weight not in moved}
+    whole = {layer.name: layer.weight for layer in target.architecture.layers if layer.weight not in moved}
     for item in (*kept, *plan.kept):  # the reason of the method comes first
         tensor = whole.get(item.tensor, item.tensor)  # all parts of a fused weight stay: name it once
         stored = target.weights.file_names.get(tensor, tensor)
@@ -240,7 +251,7 @@ def _parts(source: Model, change: Change, plan: Plan, moved: Collection[str], st
     for pair in plan.pairs:
         if pair.target.name not in stays:
             pairs.setdefault(pair.source.name, []).append(pair.target)
-    for layer in source.layers:
+    for layer in source.architecture.layers:
         takers = pairs.get(layer.name, [])
         if layer.weight in vector:
             targets = tuple(target.weight for target in takers if target.weight in moved)
@@ -252,8 +263,8 @@ def _parts(source: Model, change: Change, plan: Plan, moved: Collection[str], st
             reason = reasons.get(layer.bias, reasons.get(layer.name, NOT_MOVED))
             yield Part(source.weights.file_names.get(layer.bias, layer.bias), "biases", square, targets, reason)
     loose = {pair.source.name: pair.target.name for pair in plan.loose if pair.target.name in moved}
-    kinds = {part.name: part.kind for part in (*source.loose, *source.vocabulary_head)}
-    owned = {name for layer in source.layers for name in (layer.weight, layer.bias)}
+    kinds = {part.name: part.kind for part in (*source.architecture.loose, *source.architecture.vocabulary_head)}
+    owned = {name for layer in source.architecture.layers for name in (layer.weight, layer.bias)}
     added = change.added or AddedTokens()
     yield from added.parts
     for name in vector:
@@ -261,7 +272,7 @@ def _parts(source: Model, change: Change, plan: Plan, moved: Collection[str], st
             kind = kinds.get(name, "parameter")
             stated = KEPT_BY_KIND[kind].replace("the target keeps its own", NOT_MOVED)
             targets = (loose[name],) if name in loose else ()
-            reason = source.outside.get(name, stated)
+            reason = source.architecture.outside.get(name, stated)
             yield Part(
                 source.weights.file_names.get(name, name),
                 KINDS.get(kind, "other parameters"),

@@ -215,8 +215,8 @@ def _score_finished(
     dtype = next(target.module.parameters()).dtype
     base = None if config.as_ == "model" else done["target"].get("path")
     model = replace(open_written(out, base, device=target.device, dtype=dtype), name=target.name)
-    if target.reader is not None:
-        model = model.cut_at(target.reader.max_length)
+    if target.inputs.reader is not None:
+        model = model.cut_at(target.inputs.reader.max_length)
     taught = done.get("distilled", {})
     role: Role = "distilled" if taught.get("best") or taught.get("lora") else "port"
     samples = with_teacher_scores(setup.models, setup.change, setup.calibration.samples)

@@ -146,7 +146,7 @@ def _ask(
     gradients = bool(NEEDS_BACKWARD & signals)
     if (dataset := given.dataset if signals or fits else None) is not None:
         for model in models:
-            if model.encode is None:
+            if model.inputs.encode is None:
                 raise TuneportError(model.unreadable)
             model.check_kind(dataset)
         objective = choose_objective(dataset, models, wanted)
@@ -209,7 +209,7 @@ def _with_heads(question: _Question, models: Sides[Model], change: Change, confi
                 "has no gradient. Give a head with an embedding for each class."
             )
     if config.head_fit != "none" and (heads[0].class_embeds is None) != (heads[1].class_embeds is None):
-        one, other = sorted(models, key=lambda model: model.logits is None)
+        one, other = sorted(models, key=lambda model: model.outputs.logits is None)
         raise DataError(
             f"{one.name} has a classification layer and {other.name} has none, so their scores do not compare: give "
             'two models of one kind, or `head_fit="none"` to use the head that each has.'
@@ -242,8 +242,8 @@ def _losses(models: Sides[Model], question: _Question, signals: frozenset[Signal
     if objective is not None and (question.heads is not None or objective.name != "classification"):
         return Sides(*(objective.loss(model, head) for model, head in zip(models, heads, strict=True)))
     for model in models:
-        if NEEDS_BACKWARD & signals or (model.features is None and model.logits is None):
-            known = model.features is not None
+        if NEEDS_BACKWARD & signals or (model.outputs.features is None and model.outputs.logits is None):
+            known = model.outputs.features is not None
             reason = "batches say nothing of the task" if known else f"{model.name} is a module tuneport does not know"
             raise TuneportError(f"{reason}: pass loss=lambda module, batch: ...")
     return Sides(forward_only(models.source), forward_only(models.target))

@@ -226,7 +226,7 @@ class Judge:
     @property
     def passes(self) -> int:
         """Forward passes of a sample at a candidate, as a rule: one for each answer to choose from."""
-        return 1 if self.target.answer_logits is not None else max(self.answers_per_sample, 1)
+        return 1 if self.target.shares_questions else max(self.answers_per_sample, 1)
 
     @property
     def judged_by_loss(self) -> bool:

@@ -275,7 +275,7 @@ def _measured(
     source, target = limits.placements or (None, None)
     limit = None
     if limits.max_tokens is not None:
-        first = measurement.target.layout is not None
+        first = measurement.target.inputs.layout is not None
         limit = TokenLimit(limits.max_tokens, len(measurement.samples), limits.seed, first=first, offset=before)
     request: Request[CrossCovariance] = Request(
         signals,

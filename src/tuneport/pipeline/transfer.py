@@ -262,7 +262,7 @@ def choose_rule(setup: Setup, scale: float | ScaleRule | None) -> float | ScaleR
     judged = heads is not None or (losses is not None and isinstance(losses.target, TokenLoss))
     if not judged or any(model.weights.offloaded for model in setup.models):
         return 1.0
-    return "safe" if setup.models.target.kind == "image" else "auto"
+    return "safe" if setup.models.target.inputs.kind == "image" else "auto"
 
 
 def _check_moved(change: Change, done: Transfer) -> None:

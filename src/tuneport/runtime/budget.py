@@ -85,7 +85,7 @@ class _Division:
         self._device = measurement.runs_on
         slack = 0.0 if self._device.type == "cpu" else SLACK
         self._limit = math.inf if budget is None else int(budget * (1 - slack))
-        self._paths = [block_paths(model.layers) for model in measurement.models]
+        self._paths = [block_paths(model.architecture.layers) for model in measurement.models]
         found = [sizes(model.module, paths) for model, paths in zip(measurement.models, self._paths, strict=True)]
         self._blocks = [blocks for _, blocks in found]
         self._models = sum(rest + sum(blocks.values()) for rest, blocks in found)

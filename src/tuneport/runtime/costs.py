@@ -71,12 +71,14 @@ def _tokens(model: Model, batch: Any) -> tuple[float, float]:
         rows = max(len(inputs["attention_mask"]), 1)
         predicted = float((labels != UNLABELLED).sum()) / rows if model.generates else 0.0
         return float(inputs["attention_mask"].sum()) / rows, predicted
-    layout = model.layout(inputs) if model.layout is not None else None
+    layout = model.inputs.layout(inputs) if model.inputs.layout is not None else None
     return float(layout.prefix + math.prod(layout.grid)) if layout is not None else 1.0, 0.0
 
 
 def _operations(model: Model, tokens: float, predicted: float) -> float:
     """Millions of operations of a forward pass over a sample: its layers, and the scores of predicted tokens."""
-    layers = sum(layer.in_features * layer.out_features for layer in model.layers)
-    vocabulary = (model.reader.vocabulary or 0) * (model.width or 0) if model.reader is not None else 0
+    layers = sum(layer.in_features * layer.out_features for layer in model.architecture.layers)
+    vocabulary = (
+        (model.inputs.reader.vocabulary or 0) * (model.outputs.width or 0) if model.inputs.reader is not None else 0
+    )
     return 2 * (tokens * layers + predicted * vocabulary) / MILLION

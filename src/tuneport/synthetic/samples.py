@@ -207,7 +207,7 @@ def write_samples(
     judges: list[Filter] = []
     if not passages and teacher.classify is None:
         judges.append(_doubt(teacher, asked, seeds, prompts.answers))
-    if len(seeds) >= 10 and teacher.model.layers and not passages:
+    if len(seeds) >= 10 and teacher.model.architecture.layers and not passages:
         probed = _features(teacher.model, seeds)
         judges.append(Probe(probed, lambda texts: _features(teacher.model, texts), seed=task.seed))
     longest = max(map(len, seeds), default=0)
@@ -276,9 +276,9 @@ def _doubt(teacher: Teacher, asked: Any, seeds: Sequence[str], answers: Sequence
 
 def _features(model: Model, texts: Sequence[str]) -> NDArray[np.floating]:
     """The mean hidden state of each text: what the last layer reads (N, d)."""
-    reader = model.reader
+    reader = model.inputs.reader
     assert reader is not None
-    owner = model.module.get_submodule(model.layers[-1].weight.removesuffix(".weight"))
+    owner = model.module.get_submodule(model.architecture.layers[-1].weight.removesuffix(".weight"))
     rows: list[NDArray[np.floating]] = []
 
     def take(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:

@@ -109,8 +109,8 @@ def _apart(encoded: Encoded) -> list[_Rows]:
 
 def _together(samples: list[_Rows], model: Model) -> Encoded:
     """The rows of some samples in one batch, padded on the right."""
-    assert model.reader is not None
-    padding = {"input_ids": int(model.reader.tokenizer.pad_token_id or 0)}
+    assert model.inputs.reader is not None
+    padding = {"input_ids": int(model.inputs.reader.tokenizer.pad_token_id or 0)}
     inputs = {name: _padded([rows[name] for rows, _ in samples], padding.get(name, 0)) for name in samples[0][0]}
     labels = _padded([labels for _, labels in samples], UNLABELLED)
     return Encoded(inputs, labels, (), counts=tuple(len(labels) for _, labels in samples))

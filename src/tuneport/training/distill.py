@@ -109,7 +109,7 @@ def schedule_of(config: DistillConfig, model: Model, usual: int, count: int, lea
     """
     batch = config.batch_size or usual
     steps = config.steps or min(max(round(EPOCHS * count / batch), least), MOST_STEPS)
-    rate = RATE / median_low(layer.in_features for layer in model.layers)
+    rate = RATE / median_low(layer.in_features for layer in model.architecture.layers)
     rate *= LORA_RATE if config.lora is not None else 1.0
     return Schedule(
         steps,

@@ -114,11 +114,11 @@ def matching_of(samples: DatasetSamples) -> Matching:
     if samples.heads is not None:
         return _of_classes(samples.models, samples.heads)
     if teacher.generates is not None and teacher.generates == student.generates:
-        readers = [model.reader for model in samples.models]
+        readers = [model.inputs.reader for model in samples.models]
         same = readers[0] is not None and readers[1] is not None and readers[0].same_tokens(readers[1])
         return _of_tokens(samples.models) if same else _of_texts(samples.models)
     for model in samples.models:
-        if model.features is None:
+        if model.outputs.features is None:
             raise TuneportError(f"{model.name} gives no features and has no head: there is nothing to distill.")
     ask = Sides(*(_ask_similarities(model) for model in samples.models))
     return Matching("similarities", ask, _relative_error, _same_neighbour, 64, 64, augmented=True)
@@ -147,7 +147,7 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
         return answer
 
     asked = Sides(ask(models.source, heads.source, slice(None)), ask(models.target, heads.target, places))
-    size = BATCH if models.target.reader is None else TEXTS
+    size = BATCH if models.target.inputs.reader is None else TEXTS
     if models.source.task == "token":
         compared = _of_text(_soft_loss), _of_text(_same_class)
         return Matching(
@@ -155,7 +155,7 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
         )
     if models.source.regresses:
         return Matching("numbers", asked, _score_error, _explained, BATCH, size, augmented=True)
-    if models.source.problem == "multi_label_classification":  # each class is a question of its own
+    if models.source.multi_label:  # each class is a question of its own
         return Matching("classes", asked, _score_error, _same_answers, BATCH, size, augmented=True)
     return Matching(
         "classes", asked, _soft_loss, _same_class, BATCH, size, augmented=True, exam=_divergence, apart=True
@@ -210,8 +210,8 @@ def _ask_similarities(model: Model) -> Ask:
     """The cosines between the samples of a batch (N, N), or between the texts of its pairs."""
 
     def ask(module: nn.Module, encoded: Encoded) -> Tensor:
-        assert model.features is not None
-        vectors = F.normalize(widened(model.features(module, batch_for(model, encoded)[0])), dim=-1)
+        assert model.outputs.features is not None
+        vectors = F.normalize(widened(model.outputs.features(module, batch_for(model, encoded)[0])), dim=-1)
         return vectors @ vectors.T
 
     return ask

@@ -97,14 +97,14 @@ class Neutral:
     @cached_property
     def _anchoring(self) -> list[Encoded]:
         texts = list(passages()[0::2])
-        if self.model.generates == "causal" and self.model.reader is not None:
-            most = max(min(TOKENS, self.model.reader.limit // 2), 1)
+        if self.model.generates == "causal" and self.model.inputs.reader is not None:
+            most = max(min(TOKENS, self.model.inputs.reader.limit // 2), 1)
             found = generate_texts(self.model, [""] * WRITTEN, Sampling(most))
             texts += [one.text for one in found if len(one.text.split()) > 1]
         return self._batches(texts)
 
     def _batches(self, texts: Sequence[str]) -> list[Encoded]:
-        reader, ordered = self.model.reader, sorted(texts, key=len)
+        reader, ordered = self.model.inputs.reader, sorted(texts, key=len)
         assert reader is not None
         parts = [ordered[at : at + AT_ONCE] for at in range(0, len(ordered), AT_ONCE)]
         if self.model.generates == "causal":

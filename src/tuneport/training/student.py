@@ -51,8 +51,8 @@ class _Whole(Student):
 
 def _whole(model: Model, start: TaskVector) -> Student:
     module = copy.deepcopy(model.module).float()
-    inside = {name for layer in model.layers for name in (layer.weight, layer.bias)}
-    inside |= {part.name for part in model.loose if part.kind not in FIXED}
+    inside = {name for layer in model.architecture.layers for name in (layer.weight, layer.bias)}
+    inside |= {part.name for part in model.architecture.loose if part.kind not in FIXED}
     stored = model.stored_parameters()
     names = []
     with torch.no_grad():
@@ -95,7 +95,7 @@ def _with_lora(model: Model, start: TaskVector, rank: int, seed: int) -> Student
     shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.module.parameters()}
     module = copy.deepcopy(model.module, shared)
     places = {}
-    for layer in model.layers:
+    for layer in model.architecture.layers:
         path = layer.weight.removesuffix(".weight")
         owner = module.get_submodule(path) if path != layer.weight else None
         if isinstance(owner, nn.Linear) or type(owner).__name__ == "Conv1D":

@@ -123,34 +123,34 @@ class TestDescribing:
     @pytest.mark.parametrize("name", PLAIN)
     def test_parts_partition_the_parameters_and_layers_are_in_the_tower(self, name: str) -> None:
         model = describe_module(build(name))
-        owned, loose = set(linear_names(model)), {part.name for part in model.loose}
-        assert owned | loose | set(model.outside) == set(model.weights.file_names)
-        assert len(owned) + len(loose) + len(model.outside) == len(model.weights.file_names)
+        owned, loose = set(linear_names(model)), {part.name for part in model.architecture.loose}
+        assert owned | loose | set(model.architecture.outside) == set(model.weights.file_names)
+        assert len(owned) + len(loose) + len(model.architecture.outside) == len(model.weights.file_names)
         blocks = model.module.visual.transformer.resblocks
-        roles = [(layer.block, layer.role) for layer in model.layers if layer.block is not None]
+        roles = [(layer.block, layer.role) for layer in model.architecture.layers if layer.block is not None]
         assert roles == [(i, role) for i in range(len(blocks)) for role in ("q", "k", "v", "out", "fc1", "fc2")]
-        assert [layer.role for layer in model.layers if layer.block is None] == ["projection", "patch"]
-        assert {layer.heads for layer in model.layers} == {
+        assert [layer.role for layer in model.architecture.layers if layer.block is None] == ["projection", "patch"]
+        assert {layer.heads for layer in model.architecture.layers} == {
             None,
             model.module.visual.transformer.resblocks[0].attn.num_heads,
         }
         assert all(name.startswith("visual.") for name in owned | loose)
-        assert not any(name.startswith("visual.") for name in model.outside)
+        assert not any(name.startswith("visual.") for name in model.architecture.outside)
         assert {"visual.class_embedding", "visual.positional_embedding", "visual.ln_post.weight"} <= loose
 
     @pytest.mark.parametrize("name", PLAIN)
     def test_features_and_layout_are_those_of_the_library(self, name: str) -> None:
         module = build(name)
         model = describe_module(module)
-        assert model.encode is not None
-        assert model.features is not None
-        assert model.layout is not None
-        batch = model.encode(some_images())
+        assert model.inputs.encode is not None
+        assert model.outputs.features is not None
+        assert model.inputs.layout is not None
+        batch = model.inputs.encode(some_images())
         with torch.no_grad():
-            found = model.features(module, batch)
+            found = model.outputs.features(module, batch)
         assert torch.equal(found, encode_image(module, batch["pixel_values"]))
-        assert found.shape == (2, model.width)
-        layout = model.layout(batch)
+        assert found.shape == (2, model.outputs.width)
+        layout = model.inputs.layout(batch)
         assert layout == TokenLayout(1, module.visual.grid_size)
         assert layout.prefix + layout.grid[0] * layout.grid[1] == len(module.visual.positional_embedding)
 
@@ -159,17 +159,17 @@ class TestDescribing:
         """For every projection, also inside nn.MultiheadAttention and for the bare matrix after pooling."""
         module = build(name)
         model = describe_module(module)
-        assert model.layers
+        assert model.architecture.layers
         pixels = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
         def loss(live: Any, batch: Tensor) -> Tensor:
             return live.encode_image(batch).pow(2).sum()
 
-        seen = watch(module, model.layers, pixels, loss, {INPUT, OUTPUT_GRADIENT})
+        seen = watch(module, model.architecture.layers, pixels, loss, {INPUT, OUTPUT_GRADIENT})
         module.zero_grad()
         loss(module, pixels).backward()
         parameters = dict(module.named_parameters())
-        for layer in model.layers:
+        for layer in model.architecture.layers:
             (x,), (g,) = seen[layer.name, INPUT], seen[layer.name, OUTPUT_GRADIENT]
             found = g.flatten(0, 1).T @ x.flatten(0, 1)
             wanted = layer.matrix(parameters[layer.weight].grad)
@@ -177,8 +177,8 @@ class TestDescribing:
 
     def test_unknown_towers_are_described_as_plain_modules(self) -> None:
         live = describe_module(build("attentional"))
-        assert live.encode is None
-        assert live.layers
+        assert live.inputs.encode is None
+        assert live.architecture.layers
 
 
 class TestPreprocessing:
@@ -190,7 +190,7 @@ class TestPreprocessing:
         settings = {"resize_mode": mode, "interpolation": interpolation, "mean": (0.5, 0.4, 0.3), "fill_color": 7}
         module = open_clip.create_model(name, force_preprocess_cfg=settings)
         transform = image_transform_v2(PreprocessCfg(**module.visual.preprocess_cfg), is_train=False)
-        encode = describe_module(module).encode
+        encode = describe_module(module).inputs.encode
         assert encode is not None
         images = some_images(2, *size)
         wanted = torch.stack([transform(image) for image in images])
@@ -200,7 +200,7 @@ class TestPreprocessing:
         module, _, transform = open_clip.create_model_and_transforms(
             "ViT-B-32", load_weights=False, force_image_size=240
         )
-        encode = describe_module(module).encode
+        encode = describe_module(module).inputs.encode
         assert encode is not None
         for height, width in ((375, 500), (500, 333), (64, 48)):
             (image,) = some_images(1, height, width)
@@ -217,9 +217,11 @@ class TestOpening:
             torch.equal(p, model.weights.tensors[model.weights.file_names[n]])
             for n, p in model.module.named_parameters()
         )
-        assert model.encode is not None
+        assert model.inputs.encode is not None
         images = some_images()
-        assert torch.equal(model.encode(images)["pixel_values"], torch.stack([transform(image) for image in images]))
+        assert torch.equal(
+            model.inputs.encode(images)["pixel_values"], torch.stack([transform(image) for image in images])
+        )
         assert not model.module.training
 
     @pytest.mark.parametrize("kind", ["safetensors", "plain pt", "training pt"])
@@ -246,9 +248,11 @@ class TestOpening:
         monkeypatch.setattr("open_clip.pretrained._PRETRAINED", known)
         model = open_model("tiny:some_tag")
         _, _, transform = open_clip.create_model_and_transforms("tiny", pretrained="some_tag")
-        assert model.encode is not None
+        assert model.inputs.encode is not None
         images = some_images()
-        assert torch.equal(model.encode(images)["pixel_values"], torch.stack([transform(image) for image in images]))
+        assert torch.equal(
+            model.inputs.encode(images)["pixel_values"], torch.stack([transform(image) for image in images])
+        )
         model.weights.write(tmp_path, model.weights.tensors)
         written = json.loads((tmp_path / "open_clip_config.json").read_text())["preprocess_cfg"]
         assert (written["mean"], written["interpolation"], written["resize_mode"]) == (
@@ -350,7 +354,7 @@ class TestTransfer:
     def test_in_bfloat16(self, trio: tuple[Path, Path, Path], data: Path, tmp_path: Path) -> None:
         model = open_model(trio[2], dtype=torch.bfloat16)
         assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
-        assert model.logit_scale == open_model(trio[2]).logit_scale
+        assert model.outputs.logit_scale == open_model(trio[2]).outputs.logit_scale
         assert choose_head(model, None, empty_dataset("animals", CLASSES)).class_embeds.dtype == torch.float32
         coarse, exact = (
             tuneport.transfer(*map(str, trio), data, scale=1, samples=24, dtype=dtype)
@@ -386,7 +390,9 @@ class TestTransfer:
     def test_from_transformers_to_open_clip(self, zoo: Zoo, tmp_path: Path) -> None:
         target = save(build("larger", 1), tmp_path / "new", "larger")
         result = tuneport.transfer(zoo["clip-base"], zoo["clip-tuned"], target, zoo.data, samples=12)
-        assert {record.target for record in result.records} == {layer.name for layer in result.target.layers}
+        assert {record.target for record in result.records} == {
+            layer.name for layer in result.target.architecture.layers
+        }
 
     def test_live_modules_with_a_loss(self, tmp_path: Path) -> None:
         base, target = build("tiny"), build("larger", 1)
@@ -571,7 +577,7 @@ def test_between_the_shapes_of_the_paper(tmp_path: Path) -> None:
 
 
 def test_a_plain_module_belongs_to_no_family() -> None:
-    assert describe_module(nn.Linear(2, 2)).encode is None
+    assert describe_module(nn.Linear(2, 2)).inputs.encode is None
 
 
 def test_no_classifier_can_be_made_of_a_model() -> None:

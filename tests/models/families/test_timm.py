@@ -114,15 +114,17 @@ class TestDescribing:
     def test_parts_partition_the_parameters(self, variant: str) -> None:
         module = build(variant)
         model = describe_module(module)
-        owned, loose = set(linear_names(model)), {part.name for part in model.loose}
+        owned, loose = set(linear_names(model)), {part.name for part in model.architecture.loose}
         assert owned | loose == {name for name, _ in module.named_parameters()}
         assert not owned & loose
-        assert not model.outside
-        roles = [(layer.block, layer.role) for layer in model.layers if layer.block is not None]
+        assert not model.architecture.outside
+        roles = [(layer.block, layer.role) for layer in model.architecture.layers if layer.block is not None]
         depth = len(module.blocks)
         assert roles == [(i, role) for i in range(depth) for role in ("q", "k", "v", "out", "fc1", "fc2")]
-        assert {layer.heads for layer in model.layers if layer.role == "q"} == {module.blocks[0].attn.num_heads}
-        outer = [layer.role for layer in model.layers if layer.block is None]
+        assert {layer.heads for layer in model.architecture.layers if layer.role == "q"} == {
+            module.blocks[0].attn.num_heads
+        }
+        outer = [layer.role for layer in model.architecture.layers if layer.block is None]
         assert outer[0] == "patch"
         assert ("classifier" in outer) == (module.num_classes > 0)
 
@@ -130,21 +132,21 @@ class TestDescribing:
     def test_features_logits_and_layout_are_those_of_the_library(self, variant: str) -> None:
         module = build(variant)
         model = describe_module(module)
-        assert model.encode is not None
-        assert model.features is not None
-        assert model.layout is not None
-        batch = model.encode(some_images())
+        assert model.inputs.encode is not None
+        assert model.outputs.features is not None
+        assert model.inputs.layout is not None
+        batch = model.inputs.encode(some_images())
         pixels = batch["pixel_values"]
         with torch.no_grad():
             tokens = module.forward_features(pixels)
-            features = model.features(module, batch)
+            features = model.outputs.features(module, batch)
             assert torch.equal(features, module.forward_head(tokens, pre_logits=True))
-            assert features.shape == (2, model.width)
+            assert features.shape == (2, model.outputs.width)
             if module.num_classes:
-                assert model.logits is not None
-                assert torch.equal(model.logits(module, batch), module(pixels))
-        assert (model.logits is None) == (module.num_classes == 0)
-        layout = model.layout(batch)
+                assert model.outputs.logits is not None
+                assert torch.equal(model.outputs.logits(module, batch), module(pixels))
+        assert (model.outputs.logits is None) == (module.num_classes == 0)
+        layout = model.inputs.layout(batch)
         assert layout == TokenLayout(module.num_prefix_tokens, module.patch_embed.grid_size)
         assert layout.prefix + layout.grid[0] * layout.grid[1] == tokens.shape[1]
 
@@ -152,18 +154,18 @@ class TestDescribing:
     def test_gradient_times_input_is_the_weight_gradient(self, variant: str) -> None:
         module = build(variant)
         model = describe_module(module)
-        assert model.layers
+        assert model.architecture.layers
         size = module.patch_embed.img_size
         pixels = torch.randn(5, 3, *size, generator=torch.Generator().manual_seed(1))
 
         def loss(live: Any, batch: Tensor) -> Tensor:
             return live(batch).pow(2).sum()
 
-        seen = watch(module, model.layers, pixels, loss, {INPUT, OUTPUT_GRADIENT})
+        seen = watch(module, model.architecture.layers, pixels, loss, {INPUT, OUTPUT_GRADIENT})
         module.zero_grad()
         loss(module, pixels).backward()
         parameters = dict(module.named_parameters())
-        for layer in model.layers:
+        for layer in model.architecture.layers:
             (x,), (g,) = seen[layer.name, INPUT], seen[layer.name, OUTPUT_GRADIENT]
             found = g.flatten(0, 1).T @ x.flatten(0, 1)
             wanted = layer.matrix(parameters[layer.weight].grad)
@@ -184,7 +186,7 @@ class TestPreprocessing:
             "mean": (0.4, 0.3, 0.2),
         }
         transform = create_transform(**resolve_model_data_config(module))
-        encode = describe_module(module).encode
+        encode = describe_module(module).inputs.encode
         assert encode is not None
         images = some_images(2, *size)
         wanted = torch.stack([transform(image) for image in images])
@@ -194,7 +196,7 @@ class TestPreprocessing:
     def test_at_the_size_of_a_real_model(self, name: str) -> None:
         module = timm.create_model(name)
         transform = create_transform(**resolve_model_data_config(module))
-        encode = describe_module(module).encode
+        encode = describe_module(module).inputs.encode
         assert encode is not None
         for height, width in ((375, 500), (64, 48)):
             (image,) = some_images(1, height, width)
@@ -211,7 +213,7 @@ class TestOpening:
             torch.equal(p, model.weights.tensors[model.weights.file_names[n]])
             for n, p in model.module.named_parameters()
         )
-        assert model.classes == (CLASSES if loaded.num_classes else ())
+        assert model.outputs.classes == (CLASSES if loaded.num_classes else ())
         assert not model.module.training
 
     @pytest.mark.parametrize("kind", ["safetensors", "plain pt", "training pt"])
@@ -227,7 +229,7 @@ class TestOpening:
         else:
             torch.save({"epoch": 3, "state_dict": {f"module.{name}": t for name, t in state.items()}}, file)
         model = open_model(f"timm:{ARCHITECTURE}:{file}")
-        assert model.classes == ("0", "1", "2", "3", "4")
+        assert model.outputs.classes == ("0", "1", "2", "3", "4")
         assert all(torch.equal(model.module.state_dict()[name], tensor) for name, tensor in state.items())
 
     def test_a_name_with_cached_weights(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +318,7 @@ class TestTransfer:
         target = save(build("registers", 1), tmp_path / "new", "registers")
         result = tuneport.transfer(zoo["vit-base"], zoo["vit-tuned"], target, zoo.data, samples=12)
         moved = {record.target for record in result.records}
-        assert moved == {layer.name for layer in result.target.layers} - {"head.weight"}
+        assert moved == {layer.name for layer in result.target.architecture.layers} - {"head.weight"}
         assert reload(result.save(tmp_path / "out")).pretrained_cfg["label_names"] == list(CLASSES)
 
     def test_extract_and_apply(self, trio: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ...io.validate import check_finite
 from ..base import Family, HeadedTensors, Labelling, Model, Weights, live_tensors, writer_with_config
 from ..outline import PACKED, check_config, check_kernels, count_weights, outline_of, quantisation, unread
 from . import not_imported, quiet
-from .huggingface_heads import classifier_around, labelling_of
+from .huggingface_heads import classifier_around, labelling_of, with_classifier
 from .huggingface_text import EXPERTS, HEADS, TEXT_KINDS, complete_text, text_class
 from .huggingface_vision import ARCHITECTURES, complete_vision
 
@@ -103,7 +103,8 @@ class HuggingFace(Family):
         new = _model(module, model.name, tensors, names, model.weights.folder, trust_remote_code)
         own = {name: live[name].detach().clone() for name in new.classifier_parameters - fresh}
         weights = replace(new.weights, write=writer_with_config(module))
-        return replace(new, weights=weights, fresh=fresh, own_head=own)
+        assert new.classifier is not None
+        return replace(new, weights=weights, classifier=replace(new.classifier, own=own, fresh=fresh))
 
     def knows(self, module: nn.Module) -> bool:
         name, config = type(module).__name__, getattr(module, "config", None)
@@ -129,7 +130,7 @@ def _model(
     write = write_checkpoint if folder is not None else writer_with_config(module)
     model = Model(name, module, Weights(stored, names, folder, write, "transformers"))
     complete = complete_vision if type(module).__name__ in ARCHITECTURES else complete_text
-    return complete(model, trust_remote_code)
+    return with_classifier(complete(model, trust_remote_code))
 
 
 def _check_kernels(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, first_of, reraised
-from ..base import Labelling
+from ..base import Classifier, Labelling, Model
 from ..heads import config_classes
 from . import quiet
 
@@ -41,12 +42,13 @@ def labelling_of(name: str, config: Any) -> Labelling | None:
     return Labelling(task, config_classes(config), getattr(config, "problem_type", None) or "")
 
 
-def head_fields(module: Any) -> dict[str, Any]:
-    """The fields of a Model about its classification layer."""
-    found = labelling_of(type(module).__name__, module.config)
+def with_classifier(model: Model) -> Model:
+    """The model with what its class says about its classification layer, if it has one."""
+    found = labelling_of(type(model.module).__name__, model.module.config)
     if found is None:
-        return {}
-    return {"classes": found.classes, "task": found.task, "problem": found.problem, "classifier": last_linear(module)}
+        return model
+    classifier = Classifier(last_linear(model.module), found.task, found.problem)
+    return replace(model, outputs=replace(model.outputs, classes=found.classes), classifier=classifier)
 
 
 def last_linear(module: Any) -> str:

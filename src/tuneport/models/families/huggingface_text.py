@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, first_of
 from ...io.checkpoint import read_object
 from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
-from ..base import MIXTURE, Batch, Model, outside_of
+from ..base import MIXTURE, Architecture, Batch, Generation, Inputs, Model, Outputs, outside_of
 from ..tokenizer import Reader
 from . import TOKENIZER_FILES, open_tokenizer
 from .huggingface_answers import answer_logits
 from .huggingface_generation import end_tokens, generate
-from .huggingface_heads import head_fields
 
 ENCODER, DECODER, SEQ2SEQ = "encoder", "decoder", "seq2seq"
 TEXT_KINDS: Mapping[str, str] = {
@@ -102,26 +101,25 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         device = next(module.parameters()).device
         return features(module, {key: value.to(device) for key, value in reader.texts(texts).inputs.items()})
 
-    return replace(
-        model,
-        layers=layers,
-        loose=loose,
-        kind="text",
-        **head_fields(module),
-        encode=(lambda texts: reader.texts(texts).inputs) if reader is not None else None,
-        reader=reader,
-        features=features,
+    encode = (lambda texts: reader.texts(texts).inputs) if reader is not None else None
+    outputs = Outputs(
+        features,
+        width=int(config.hidden_size),
         logits=(lambda m, b: m(**b).logits) if classifies else None,
-        token_logits=token_logits if writes else None,
-        answer_logits=answer_logits if writes and text_kind == DECODER else None,
-        generate=generate if writes else None,
-        generates=("causal" if text_kind == DECODER else "seq2seq") if writes else None,
-        prompted=text_kind != ENCODER,
-        vocabulary_head=_vocabulary_head(module, within) if writes else (),
         embed_texts=embed if text_kind == ENCODER and not classifies and reader is not None else None,
         logit_scale=SENTENCE_SCALE,
-        width=int(config.hidden_size),
-        outside=_outside(model, layers, loose),
+    )
+    causal = text_kind == DECODER
+    generation = Generation(
+        "causal" if causal else "seq2seq", generate, token_logits, answer_logits if causal else None
+    )
+    vocabulary_head = _vocabulary_head(module, within) if writes else ()
+    return replace(
+        model,
+        architecture=Architecture(layers, loose, vocabulary_head, _outside(model, layers, loose)),
+        inputs=Inputs("text", encode, reader=reader, prompted=text_kind != ENCODER),
+        outputs=outputs,
+        generation=generation if writes else None,
     )
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from ...errors import CheckpointError, reraised, shortened
 from ...io.checkpoint import read_json
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Batch, Model, outside_of
+from ..base import Architecture, Batch, Inputs, Model, Outputs, outside_of
 from ..heads import temperature_of
 from . import open_tokenizer, quiet
-from .huggingface_heads import head_fields
 
 LARGEST_IMAGE = 8192  # pixels a side
 LARGEST_SHARE = 4  # of a side that a processor makes, before it crops it, in sides that the model reads
@@ -25,7 +24,7 @@ Run = Callable[[Any, Batch], Tensor]  # Any: transformers modules carry their pa
 
 
 @dataclass(frozen=True)
-class Architecture:
+class VisionClass:
     """What is particular to one transformers class."""
 
     features: Run
@@ -39,63 +38,62 @@ def _first_token(part: str) -> Run:
     return lambda module, batch: getattr(module, part)(**batch).last_hidden_state[:, 0]
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "CLIPModel": Architecture(
+ARCHITECTURES: Mapping[str, VisionClass] = {
+    "CLIPModel": VisionClass(
         lambda m, b: m.visual_projection(m.vision_model(**b).pooler_output),
         1,
         tower=("vision_model.", "visual_projection."),
     ),
-    "CLIPVisionModelWithProjection": Architecture(lambda m, b: m(**b).image_embeds, 1),
-    "CLIPVisionModel": Architecture(lambda m, b: m(**b).pooler_output, 1),
-    "CLIPForImageClassification": Architecture(
+    "CLIPVisionModelWithProjection": VisionClass(lambda m, b: m(**b).image_embeds, 1),
+    "CLIPVisionModel": VisionClass(lambda m, b: m(**b).pooler_output, 1),
+    "CLIPForImageClassification": VisionClass(
         lambda m, b: m.vision_model(**b).last_hidden_state[:, 1:].mean(1), 1, classifies=True
     ),
-    "SiglipModel": Architecture(lambda m, b: m.vision_model(**b).pooler_output, 0, tower=("vision_model.",)),
-    "SiglipVisionModel": Architecture(lambda m, b: m(**b).pooler_output, 0),
-    "SiglipForImageClassification": Architecture(
+    "SiglipModel": VisionClass(lambda m, b: m.vision_model(**b).pooler_output, 0, tower=("vision_model.",)),
+    "SiglipVisionModel": VisionClass(lambda m, b: m(**b).pooler_output, 0),
+    "SiglipForImageClassification": VisionClass(
         lambda m, b: m.vision_model(**b).last_hidden_state.mean(1), 0, classifies=True
     ),
-    "ViTModel": Architecture(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
-    "ViTForImageClassification": Architecture(_first_token("vit"), 1, classifies=True),
-    "Dinov2Model": Architecture(lambda m, b: m(**b).last_hidden_state[:, 0], 1, any_size=True),
-    "Dinov2ForImageClassification": Architecture(_first_token("dinov2"), 1, classifies=True, any_size=True),
+    "ViTModel": VisionClass(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
+    "ViTForImageClassification": VisionClass(_first_token("vit"), 1, classifies=True),
+    "Dinov2Model": VisionClass(lambda m, b: m(**b).last_hidden_state[:, 0], 1, any_size=True),
+    "Dinov2ForImageClassification": VisionClass(_first_token("dinov2"), 1, classifies=True, any_size=True),
 }
 
 
 def complete_vision(model: Model, trust_remote_code: bool) -> Model:
     """The model with its layers, its image processor and the functions that run it."""
     module: Any = model.module
-    folder, architecture = model.weights.folder, ARCHITECTURES[type(module).__name__]
+    folder, kind = model.weights.folder, ARCHITECTURES[type(module).__name__]
     config: Any = module.config
     tower = getattr(config, "vision_config", config)
-    layers = find_layers(module, within=architecture.tower, heads=int(tower.num_attention_heads))
-    loose = find_loose(module, layers, within=architecture.tower)
-    patch, special = int(tower.patch_size), architecture.special_tokens
+    layers = find_layers(module, within=kind.tower, heads=int(tower.num_attention_heads))
+    loose = find_loose(module, layers, within=kind.tower)
+    patch, special = int(tower.patch_size), kind.special_tokens
     projected = [layer.out_features for layer in layers if layer.role == "projection"]
 
     scale: Any = getattr(module, "logit_scale", None)
     has_text = hasattr(module, "text_model") and hasattr(module, "vision_model")
-    return replace(
-        model,
-        layers=layers,
-        loose=loose,
-        kind="image",
-        **head_fields(module),
-        encode=_image_encoder(folder, trust_remote_code, tower, architecture) if folder is not None else None,
-        features=architecture.features,
-        logits=(lambda m, b: m(**b).logits) if architecture.classifies else None,
-        layout=lambda batch: TokenLayout.of_patches(special, (patch, patch), batch["pixel_values"]),
+    outputs = Outputs(
+        kind.features,
+        width=projected[0] if projected else int(tower.hidden_size),
+        logits=(lambda m, b: m(**b).logits) if kind.classifies else None,
         embed_texts=_text_tower(module, folder, trust_remote_code) if has_text and folder is not None else None,
         logit_scale=temperature_of(scale, model.weights.tensors, model.weights.file_names["logit_scale"])
         if scale is not None
         else 1.0,
-        width=projected[0] if projected else int(tower.hidden_size),
-        outside=outside_of(module, layers, loose, "outside the image tower"),
     )
+    inputs = Inputs(
+        "image",
+        _image_encoder(folder, trust_remote_code, tower, kind) if folder is not None else None,
+        lambda batch: TokenLayout.of_patches(special, (patch, patch), batch["pixel_values"]),
+    )
+    outside = outside_of(module, layers, loose, "outside the image tower")
+    return replace(model, architecture=Architecture(layers, loose, outside=outside), inputs=inputs, outputs=outputs)
 
 
 def _image_encoder(
-    folder: Path, trust_remote_code: bool, tower: Any, architecture: Architecture
+    folder: Path, trust_remote_code: bool, tower: Any, kind: VisionClass
 ) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
     """The `encode` of a model: its folder's image processor (preprocessor_config.json)."""
     path = folder / "preprocessor_config.json"
@@ -108,7 +106,7 @@ def _image_encoder(
 
         options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         processor = AutoImageProcessor.from_pretrained(folder, **options)
-    _check_sizes(processor, path, tower, architecture)
+    _check_sizes(processor, path, tower, kind)
 
     def encode(images: Sequence[Any]) -> dict[str, Tensor]:
         with reraised(f"{path} cannot be used"):
@@ -117,7 +115,7 @@ def _image_encoder(
     return encode
 
 
-def _check_sizes(processor: Any, path: Path, tower: Any, architecture: Architecture) -> None:
+def _check_sizes(processor: Any, path: Path, tower: Any, kind: VisionClass) -> None:
     """Refuse a processor that makes images of absurd sizes, or of others than the model reads."""
     steps = (("do_resize", "size"), ("do_center_crop", "crop_size"), ("do_pad", "pad_size"))
     used = [dict(getattr(processor, size, None) or {}) for do, size in steps if getattr(processor, do, None)]
@@ -131,7 +129,7 @@ def _check_sizes(processor: Any, path: Path, tower: Any, architecture: Architect
     reads = (reads, reads) if isinstance(reads, int) else tuple(reads or ())
     last = used[-1] if used else {}
     makes = tuple(last[key] for key in ("height", "width") if isinstance(last.get(key), (int, float)))
-    wrong = len(makes) == 2 and len(reads) == 2 and makes != reads and not architecture.any_size
+    wrong = len(makes) == 2 and len(reads) == 2 and makes != reads and not kind.any_size
     if wrong or (reads and max(sides, default=0) > LARGEST_SHARE * max(reads)):
         given = makes if wrong else (max(sides),) * 2
         raise CheckpointError(

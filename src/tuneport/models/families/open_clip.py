@@ -22,7 +22,7 @@ from ...errors import CheckpointError, first_of, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Family, Model, Weights, live_tensors, outside_of, read_config
+from ..base import Architecture, Family, Inputs, Model, Outputs, Weights, live_tensors, outside_of, read_config
 from ..heads import temperature_of
 from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
 
@@ -151,16 +151,18 @@ def _model(
         name=name,
         module=module,
         weights=Weights(stored, names, folder, partial(_write, location), "open_clip"),
-        layers=layers,
-        loose=loose,
-        kind="image",
-        encode=pixel_encoder(_evaluation_transform(tower)),
-        features=lambda live, batch: live.encode_image(batch["pixel_values"]),  # type: ignore[operator]
-        layout=lambda batch: TokenLayout.of_patches(1, tower.patch_size, batch["pixel_values"]),
-        embed_texts=_text_tower(module, name, tokenizer) if tokenizer is not None else None,
-        logit_scale=temperature_of(module.logit_scale, stored, names["logit_scale"]),
-        width=int(tower.output_dim),
-        outside=outside_of(module, layers, loose, "outside the image tower"),
+        architecture=Architecture(layers, loose, outside=outside_of(module, layers, loose, "outside the image tower")),
+        inputs=Inputs(
+            "image",
+            pixel_encoder(_evaluation_transform(tower)),
+            lambda batch: TokenLayout.of_patches(1, tower.patch_size, batch["pixel_values"]),
+        ),
+        outputs=Outputs(
+            features=lambda live, batch: live.encode_image(batch["pixel_values"]),  # type: ignore[operator]
+            width=int(tower.output_dim),
+            embed_texts=_text_tower(module, name, tokenizer) if tokenizer is not None else None,
+            logit_scale=temperature_of(module.logit_scale, stored, names["logit_scale"]),
+        ),
     )
 
 

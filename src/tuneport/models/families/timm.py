@@ -20,7 +20,20 @@ from ...errors import CheckpointError, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Batch, Family, HeadedTensors, Labelling, Model, Weights, live_tensors, read_config
+from ..base import (
+    Architecture,
+    Batch,
+    Classifier,
+    Family,
+    HeadedTensors,
+    Inputs,
+    Labelling,
+    Model,
+    Outputs,
+    Weights,
+    live_tensors,
+    read_config,
+)
 from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
 
 PREFIX = "timm:"
@@ -61,10 +74,10 @@ class Timm(Family):
         head = {f"head.{name}": parameter for name, parameter in module.head.named_parameters()}
         names = {name: name for name in model.weights.tensors if name not in ("head.weight", "head.bias")}
         new = _model(module, model.name, HeadedTensors(model.weights.tensors, names, head), model.weights.folder)
-        new = replace(new, weights=replace(new.weights, write=partial(_write_classes, module=module)))
-        if not own:
-            return replace(new, fresh=frozenset(head))
-        return replace(new, own_head={name: tensor.detach().clone() for name, tensor in head.items()})
+        stored = {name: tensor.detach().clone() for name, tensor in head.items()} if own else {}
+        classifier = Classifier("head", "image", own=stored, fresh=frozenset() if own else frozenset(head))
+        weights = replace(new.weights, write=partial(_write_classes, module=module))
+        return replace(new, weights=weights, classifier=classifier)
 
     def knows(self, module: nn.Module) -> bool:
         own = any(
@@ -129,17 +142,19 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
         name=name,
         module=module,
         weights=Weights(stored, names, folder, write, "timm"),
-        layers=layers,
-        loose=find_loose(module, layers),
-        kind="image",
-        classes=_classes(module) if classifies else (),
-        task="image" if classifies else "",
-        classifier="head" if classifies else None,
-        encode=pixel_encoder(_evaluation_transform(module)),
-        features=features,
-        logits=(lambda live, batch: live(batch["pixel_values"])) if classifies else None,
-        layout=lambda batch: TokenLayout.of_patches(prefix, module.patch_embed.patch_size, batch["pixel_values"]),
-        width=width,
+        architecture=Architecture(layers, find_loose(module, layers)),
+        inputs=Inputs(
+            "image",
+            pixel_encoder(_evaluation_transform(module)),
+            lambda batch: TokenLayout.of_patches(prefix, module.patch_embed.patch_size, batch["pixel_values"]),
+        ),
+        outputs=Outputs(
+            features,
+            width,
+            logits=(lambda live, batch: live(batch["pixel_values"])) if classifies else None,
+            classes=_classes(module) if classifies else (),
+        ),
+        classifier=Classifier("head", "image") if classifies else None,
     )
 
 
