@@ -311,12 +311,12 @@ def test_locate(name: str, place: tuple) -> None:
 
 
 ROUND_TRIPS = {
-    "plain": Layer("w", "b", (6, 4), 4, 6, "r"),
-    "rows": Layer("w", "b", (6, 4), 4, 2, "r", rows=((2, 4),)),
-    "several ranges": Layer("w", "b", (6, 4), 4, 3, "r", rows=((5, 6), (0, 2))),
-    "transposed": Layer("w", "b", (4, 6), 4, 6, "r", transposed=True),
-    "transposed rows": Layer("w", "b", (4, 6), 4, 3, "r", rows=((0, 1), (3, 5)), transposed=True),
-    "kernel": Layer("w", "b", (6, 3, 2, 5), 30, 6, "r", kernel=(3, 2, 5)),
+    "plain": Layer("w", "b", (6, 4), "r"),
+    "rows": Layer("w", "b", (6, 4), "r", rows=((2, 4),)),
+    "several ranges": Layer("w", "b", (6, 4), "r", rows=((5, 6), (0, 2))),
+    "transposed": Layer("w", "b", (4, 6), "r", transposed=True),
+    "transposed rows": Layer("w", "b", (4, 6), "r", rows=((0, 1), (3, 5)), transposed=True),
+    "kernel": Layer("w", "b", (6, 3, 2, 5), "r"),
 }
 
 

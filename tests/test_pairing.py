@@ -36,7 +36,7 @@ def plan_for(source: nn.Module, target: nn.Module, **options) -> Plan:
 def layer(role: str, block: int | None = 0, stack: str = "blocks", **options) -> Layer:
     name = f"{stack}.{block}.{role}" if block is not None else role
     bias = options.pop("bias", f"{name}.bias")
-    return Layer(f"{name}.weight", bias, (3, 2), 2, 3, role, stack if block is not None else "", block, **options)
+    return Layer(f"{name}.weight", bias, (3, 2), role, stack if block is not None else "", block, **options)
 
 
 def stack_of(depth: int, *roles: str, stack: str = "blocks") -> list[Layer]:
@@ -147,9 +147,7 @@ def test_biases_on_one_side_only_are_named() -> None:
     bare, biased = layer("q", bias=None), layer("q")
     assert pair_layers([bare], [biased]).kept == (Kept("blocks.0.q.bias", "the source layer has no bias"),)
     assert pair_layers([biased], [bare]).dropped == (Kept("blocks.0.q.bias", "the target layer has no bias"),)
-    parts = [
-        replace(layer("qkv"), role=role, rows=((i, i + 1),), out_features=1) for i, role in enumerate(("q", "k", "v"))
-    ]
+    parts = [replace(layer("qkv"), role=role, rows=((i, i + 1),)) for i, role in enumerate(("q", "k", "v"))]
     plan = pair_layers([layer(role, bias=None) for role in ("q", "k", "v")], parts)
     assert plan.kept == (Kept("blocks.0.qkv.bias", "the source layer has no bias"),)
 

@@ -35,7 +35,7 @@ from tuneport.task_vectors.vector import TaskVector
 
 
 def square(width: int, block: int) -> Layer:
-    return Layer(f"blocks.{block}.fc.weight", None, (width, width), width, width, "fc", "blocks", block)
+    return Layer(f"blocks.{block}.fc.weight", None, (width, width), "fc", "blocks", block)
 
 
 def resident(field: str) -> int:

@@ -56,24 +56,38 @@ CROSS_ATTENTION = re.compile(r"cross|EncDec|encoder_attn", re.IGNORECASE)
 class Layer:
     """One linear map `y = x W^T + b` and where its weight is stored.
 
-    `rows` selects output rows of a fused weight; `transposed` weights are stored (in, out); `kernel` is (channels,
-    height, width) of a patch-embedding convolution, whose inputs are unfolded patches; `heads` is the number of
+    `rows` selects output rows of a fused weight; `transposed` weights are stored (in, out); `heads` is the number of
     attention heads of q, k, v and out, if known. The units of a head have fixed places in `rotary` queries and keys.
     """
 
     weight: str
     bias: str | None
     weight_shape: tuple[int, ...]
-    in_features: int
-    out_features: int
     role: str
     stack: str = ""
     block: int | None = None
     rows: RowRanges | None = None
     transposed: bool = False
-    kernel: tuple[int, int, int] | None = None
     heads: int | None = None
     rotary: bool = False
+
+    @property
+    def in_features(self) -> int:
+        return self.weight_shape[0] if self.transposed else math.prod(self.weight_shape[1:])
+
+    @property
+    def out_features(self) -> int:
+        return self.stored_rows if self.rows is None else sum(stop - start for start, stop in self.rows)
+
+    @property
+    def stored_rows(self) -> int:
+        """The output units of the stored weight, of all layers that share it."""
+        return self.weight_shape[1 if self.transposed else 0]
+
+    @property
+    def kernel(self) -> tuple[int, ...] | None:
+        """(channels, height, width) of a patch-embedding convolution, whose inputs are unfolded patches."""
+        return self.weight_shape[1:] if len(self.weight_shape) == 4 else None
 
     @property
     def name(self) -> str:
@@ -249,9 +263,7 @@ def _layers_of(prefix: str, part: nn.Module, parameters: Mapping[str, Tensor], f
         yield from _split(name, own_bias, weight, fused, transposed=True)
     elif isinstance(part, nn.Conv2d) and is_patch_embedding(part):
         stack, block, role = locate(name)
-        out, *kernel = weight.shape
-        shape = (kernel[0], kernel[1], kernel[2])
-        yield Layer(name, own_bias, (out, *shape), math.prod(shape), out, role, stack, block, kernel=shape)
+        yield Layer(name, own_bias, tuple(weight.shape), role, stack, block)
 
 
 def is_patch_embedding(conv: nn.Conv2d) -> bool:
@@ -262,19 +274,18 @@ def is_patch_embedding(conv: nn.Conv2d) -> bool:
 
 def _split(weight: str, bias: str | None, tensor: Tensor, fused: Fused, *, transposed: bool = False) -> Iterator[Layer]:
     shape = (int(tensor.shape[0]), int(tensor.shape[1]))
-    rows, columns = shape[::-1] if transposed else shape
+    rows = shape[1 if transposed else 0]
     stack, block, role = locate(weight)
     ranges = fused.get(weight)
     if ranges is None and weight.removesuffix(".weight").rpartition(".")[2] in FUSED and rows % 3 == 0:
         ranges = {part: ((i * rows // 3, (i + 1) * rows // 3),) for i, part in enumerate("qkv")}
     if ranges is None:
-        yield Layer(weight, bias, shape, columns, rows, role, stack, block, transposed=transposed)
+        yield Layer(weight, bias, shape, role, stack, block, transposed=transposed)
         return
     outer = "" if block is not None else role.rpartition(".")[0] + "."
     cross = "cross_" if role.startswith("cross_") else ""
     for part, part_rows in ranges.items():
-        size = sum(stop - start for start, stop in part_rows)
-        yield Layer(weight, bias, shape, columns, size, f"{outer}{cross}{part}", stack, block, part_rows, transposed)
+        yield Layer(weight, bias, shape, f"{outer}{cross}{part}", stack, block, part_rows, transposed)
 
 
 def _kind(name: str, owner: nn.Module) -> str:

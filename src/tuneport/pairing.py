@@ -202,7 +202,7 @@ def check_pairs(pairs: Iterable[LayerPair]) -> None:
     _check_maps(pairs)
 
 
-def patch_resize(source: tuple[int, int, int], target: tuple[int, int, int]) -> Tensor:
+def patch_resize(source: tuple[int, ...], target: tuple[int, ...]) -> Tensor:
     """The linear map P (d_A, d_B) with `P x_B = x_A`: a target patch resized to the source's patch size.
 
     Equal sizes give the identity.

@@ -47,7 +47,7 @@ def target_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
     for pair in problem.plan.pairs:
         shapes[pair.target.weight] = pair.target.weight_shape
         if pair.target.bias is not None:
-            shapes[pair.target.bias] = (pair.target.weight_shape[1 if pair.target.transposed else 0],)
+            shapes[pair.target.bias] = (pair.target.stored_rows,)
     return shapes | {pair.target.name: pair.target.shape for pair in problem.plan.loose}
 
 

@@ -84,7 +84,7 @@ class Entries:
     def put_bias(self, layer: Layer, bias: Tensor) -> None:
         """Take a layer's (out,) bias."""
         assert layer.bias is not None
-        self._store(layer, layer.bias, (layer.weight_shape[1 if layer.transposed else 0],), bias)
+        self._store(layer, layer.bias, (layer.stored_rows,), bias)
 
     def put_loose(self, name: str, entry: Entry) -> None:
         """Take a whole tensor."""
@@ -108,7 +108,7 @@ def _join_factors(parts: list[tuple[Layer, LowRank]]) -> LowRank:
     first = parts[0][0]
     inputs: list[Tensor] = []
     blocks: list[Tensor] = []  # for each input factor, the out_factor of the whole weight
-    rows = first.weight_shape[1 if first.transposed else 0]
+    rows = first.stored_rows
     for layer, part in parts:
         index = next((i for i, known in enumerate(inputs) if torch.equal(known, part.in_factor)), len(inputs))
         if index == len(inputs):

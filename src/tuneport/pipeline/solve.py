@@ -61,7 +61,6 @@ def solve(
     passes: Passes | None = None,
     work: Work | None = None,
     events: Events | None = None,
-    costs: Costs | None = None,
 ) -> Solution:
     """Measure both models and carry the task vector over; a rule chooses the scale on the samples.
 
@@ -74,12 +73,11 @@ def solve(
         passes: which layers are measured together.
         work: keeps what is measured, and gives back what an earlier run has measured.
         events: listens.
-        costs: of the steps, beside one another.
 
     Raises:
         TuneportError: if a scale is to be chosen on models that are not whole in memory.
     """
-    solver = _Solver(change, method, work, events or Events(), costs or Costs.of(measurement))
+    solver = _Solver(change, method, work, events or Events(), Costs.of(measurement))
     if not isinstance(scale, str):
         moved, counted = solver.move(measurement, passes)
         return Solution(moved, scale, None, counted, solver.seconds)

@@ -163,18 +163,15 @@ def run(
     started = time.perf_counter()
     if passes is None:
         passes = passes_of(measurement, change.vector, method, chooses_scale=isinstance(scale, str))
-    costs = Costs.of(measurement)
     asked = count_forward_passes(setup.models.source, change, setup.calibration, config.exclude)
-    events.step("asking the fine-tuned source", asked * costs.answer.source, asked)
+    events.step("asking the fine-tuned source", asked * Costs.of(measurement).answer.source, asked)
     checked = check_inputs(setup.models.source, change, setup.plan, setup.calibration, config, events.advance)
     if checked.sentence:
         events.note(checked.sentence)
     samples = with_teacher_scores(setup.models, change, setup.calibration.samples, checked.scores)
     measurement = replace(measurement, calibration=replace(measurement.calibration, samples=samples))
     judge = Judge(setup.models.target, measurement.calibration, output, change.fits_head)
-    solution = solve(
-        measurement, change, method, scale, judge, passes=passes, work=work, events=events, costs=costs
-    )  # lines 3 to 9
+    solution = solve(measurement, change, method, scale, judge, passes=passes, work=work, events=events)  # lines 3 to 9
     _check_moved(change, solution.transfer)
     head = _refitted(judge, solution)
     setup = replace(setup, calibration=measurement.calibration)

@@ -77,13 +77,10 @@ class Mark:
 
 @dataclass(frozen=True, eq=False)
 class Distilled:
-    """The student in its best state, and how it got there; `best` is 0 if that is the start."""
+    """How a student got to its best state; `best` is 0 if that is the start."""
 
-    module: nn.Module
     matching: str
-    learning_rate: float
-    batch_size: int
-    steps: int
+    schedule: Schedule
     samples: int
     extra: int
     held_out: int
@@ -167,7 +164,7 @@ def distill(
         neutral.prepare(predicted=config.shard)
 
     def loss_of(step: int, rows: Tensor) -> Tensor:
-        if matching.augmented:
+        if matching.asking == "augmented":
             return run.loss(reader.view(rows.numpy(), step, kinds[rows]))
         return run.loss(reader.plain(rows.numpy()), None if known is None else known[rows])
 
@@ -180,7 +177,7 @@ def distill(
     with frozen(teacher):
         student.eval()
         run = _Run(teacher, student, matching, precision, neutral)
-        known = run.ask_once(reader, pass_size) if matching.asked_once else None
+        known = run.ask_once(reader, pass_size) if matching.asking == "once" else None
         first = run.begin(schedule, exam, saved)
         events.advance(first)
         for mark in run.curve:
@@ -199,11 +196,8 @@ def distill(
         for name, parameter in run.trained.items():
             put_whole(parameter, run.best[name])
     return Distilled(
-        student,
         matching.name,
-        schedule.learning_rate,
-        min(schedule.batch_size, len(taught)),
-        steps,
+        replace(schedule, batch_size=min(schedule.batch_size, len(taught))),
         len(np.unique(taught.indices)) - others,
         others,
         len(held_out),
@@ -283,7 +277,7 @@ class _Run:
     def loss(self, batch: Sides[Encoded], wanted: Tensor | None = None) -> Tensor:
         """The loss of the student on a batch; `wanted` are the teacher's scores where they are known."""
         wanted, found = self._answers(batch, wanted)
-        return self.matching.loss(wanted[:, : found.shape[1]] if self.matching.asked_once else wanted, found)
+        return self.matching.loss(wanted[:, : found.shape[1]] if self.matching.asking == "once" else wanted, found)
 
     def mark(self, step: int, exam: Reader) -> None:
         """Add a point to the curve, and keep the state if none before it is better beyond chance."""
@@ -304,7 +298,7 @@ class _Run:
             with self.precision:
                 neutral = self.neutral.loss(self.student)
         self.curve.append(Mark(step, taught, loss, agreement, neutral))
-        rounds = 1 + VIEWS * self.matching.augmented
+        rounds = 1 + VIEWS * (self.matching.asking == "augmented")
         views = np.reshape([float(value) for _, value, _ in judged], (rounds, -1))
         self.groups.append(views.mean(0).tolist() if self.matching.apart else [])
         most = math.inf if self.neutral is None else (1 + TOLERANCE) * self.neutral.base
@@ -317,7 +311,7 @@ class _Run:
     def _judged(self, number: int, count: int, read: Callable[[], Sides[Encoded]]) -> tuple[int, Tensor, Tensor]:
         """The count of samples of a held-out batch, their loss and agreement."""
         answers, exam = self._answers(read(), self.known.get(number)), self.matching.exam or self.matching.loss
-        if self.matching.augmented:  # the scores of a sample are few, unlike those of its tokens
+        if self.matching.asking == "augmented":  # the scores of a sample are few, unlike those of its tokens
             self.known[number] = answers[0]
         return count, exam(*answers).cpu(), self.matching.agreement(*answers).cpu()
 
@@ -334,7 +328,7 @@ class _Run:
                 return exam.view(part.numpy(), copy)
 
         yield from ((len(part), partial(exam.plain, part.numpy())) for part in rows)
-        for copy, part in product(range(VIEWS if self.matching.augmented else 0), rows):
+        for copy, part in product(range(VIEWS if self.matching.asking == "augmented" else 0), rows):
             yield len(part), partial(view, copy, part)
 
     def _answers(self, batch: Sides[Encoded], wanted: Any = None) -> tuple[Any, Any]:
@@ -460,9 +454,9 @@ def teach(
         "extra": found.extra,
         "held_out": found.held_out,
         "left_out": found.left_out,
-        "steps": found.steps,
-        "batch_size": found.batch_size,
-        "learning_rate": found.learning_rate,
+        "steps": found.schedule.steps,
+        "batch_size": found.schedule.batch_size,
+        "learning_rate": found.schedule.learning_rate,
         "lora": config.lora,
         "best": found.best,
         "neutral": found.neutral,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,12 +49,11 @@ class Matching:
     """`ask` gets the answers of each side, `loss` and `agreement` compare the teacher's with the student's.
 
     The loss is a mean over samples or tokens, and zero where the answers are the same. `batch_size` samples make an
-    update, in passes of `pass_size`. `augmented` says whether the teacher can judge augmented samples. `exam` is
-    the loss of held-out answers if it is another one: of class probabilities as they are, since softened ones can come
-    nearer while more samples change their class; of a student's texts, whatever the teacher thinks of them.
-    `comparable` (N,) says which samples of a batch have anything to compare; None if all have. A teacher that is
-    `asked_once` gives scores (N, K) of samples that are never augmented. Held-out samples that are judged `apart` show
-    how sure their mean is.
+    update, in passes of `pass_size`. `asking` says whether the teacher judges augmented samples, plain ones at each
+    step, or all of them once by scores (N, K). `exam` is the loss of held-out answers if it is another one: of class
+    probabilities as they are, since softened ones can come nearer while more samples change their class; of a student's
+    texts, whatever the teacher thinks of them. `comparable` (N,) says which samples of a batch have anything to
+    compare; None if all have. Held-out samples that are judged `apart` show how sure their mean is.
     """
 
     name: str
@@ -63,10 +62,9 @@ class Matching:
     agreement: Callable[[Any, Any], Tensor]
     batch_size: int
     pass_size: int
-    augmented: bool = False
+    asking: Literal["augmented", "plain", "once"] = "plain"
     exam: Callable[[Any, Any], Tensor] | None = None
     comparable: Callable[[Sides[Encoded]], Tensor] | None = None
-    asked_once: bool = False
     apart: bool = False
 
 
@@ -121,7 +119,7 @@ def matching_of(samples: DatasetSamples) -> Matching:
         if model.outputs.features is None:
             raise TuneportError(f"{model.name} gives no features and has no head: there is nothing to distill.")
     ask = Sides(*(_ask_similarities(model) for model in samples.models))
-    return Matching("similarities", ask, _relative_error, _same_neighbour, 64, 64, augmented=True)
+    return Matching("similarities", ask, _relative_error, _same_neighbour, 64, 64, asking="augmented")
 
 
 def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
@@ -151,14 +149,14 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
     if models.source.task == "token":
         compared = _of_text(_soft_loss), _of_text(_same_class)
         return Matching(
-            "classes", asked, *compared, BATCH, size, augmented=True, exam=_of_text(_divergence), apart=True
+            "classes", asked, *compared, BATCH, size, asking="augmented", exam=_of_text(_divergence), apart=True
         )
     if models.source.regresses:
-        return Matching("numbers", asked, _score_error, _explained, BATCH, size, augmented=True)
+        return Matching("numbers", asked, _score_error, _explained, BATCH, size, asking="augmented")
     if models.source.multi_label:  # each class is a question of its own
-        return Matching("classes", asked, _score_error, _same_answers, BATCH, size, augmented=True)
+        return Matching("classes", asked, _score_error, _same_answers, BATCH, size, asking="augmented")
     return Matching(
-        "classes", asked, _soft_loss, _same_class, BATCH, size, augmented=True, exam=_divergence, apart=True
+        "classes", asked, _soft_loss, _same_class, BATCH, size, asking="augmented", exam=_divergence, apart=True
     )
 
 
@@ -254,7 +252,7 @@ def _of_answers(models: Sides[Model]) -> Matching:
         TEXT_BATCH,
         TEXT_BATCH,
         comparable=comparable,
-        asked_once=True,
+        asking="once",
         apart=True,
     )
 
