@@ -251,20 +251,16 @@ def _encode_classes(model: Model, samples: Dataset) -> Encoded:
     if model.inputs.encode is None:
         raise TuneportError(model.unreadable)
     inputs = list(samples.inputs)
-    encoded = (
-        model.inputs.reader.texts(inputs)
-        if model.inputs.reader is not None
-        else Encoded(model.inputs.encode(inputs), None, ())
-    )
+    reader = model.inputs.reader
+    encoded = reader.texts(inputs) if reader is not None else Encoded(model.inputs.encode(inputs), None, ())
     return replace(encoded, labels=_answers(model, samples, encoded))
 
 
 def _answers(model: Model, samples: Dataset, encoded: Encoded) -> Tensor:
     """The labels (N,) of samples; what the scores of a teacher say of tokens (N, T), or as numbers (N, outputs)."""
     if model.regresses:
-        known = (
-            np.full((len(samples), len(model.outputs.classes)), np.nan) if samples.scores is None else samples.scores
-        )
+        unknown = np.full((len(samples), len(model.outputs.classes)), np.nan)
+        known = unknown if samples.scores is None else samples.scores
         return torch.as_tensor(known, dtype=torch.float32)
     if model.task == "token":
         if samples.scores is None:
@@ -314,11 +310,10 @@ class ContrastiveLoss:
     head: Head | None = None  # has no say
 
     def __call__(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
-        assert self.model.outputs.features is not None
-        vectors = F.normalize(widened(self.model.outputs.features(module, batch[0])), dim=-1)
-        return F.cross_entropy(
-            self.model.outputs.logit_scale * vectors[0::2] @ vectors[1::2].T, batch[1], reduction="sum"
-        )
+        outputs = self.model.outputs
+        assert outputs.features is not None
+        vectors = F.normalize(widened(outputs.features(module, batch[0])), dim=-1)
+        return F.cross_entropy(outputs.logit_scale * vectors[0::2] @ vectors[1::2].T, batch[1], reduction="sum")
 
 
 def _encode_pairs(model: Model, samples: Dataset) -> Encoded:

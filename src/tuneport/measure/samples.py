@@ -173,7 +173,7 @@ class DatasetSamples(Samples):
         else:
             pairs = zip(self.models, batches, strict=True)
             match = match_tokens(
-                *(model.inputs.layout(batch) if model.inputs.layout else None for model, (batch, _) in pairs)
+                *(layout(batch) if (layout := model.inputs.layout) else None for model, (batch, _) in pairs)
             )
         rows = len(next(iter(target.inputs.values())))
         size = len(target.labels) if target.labels is not None else rows

@@ -108,12 +108,9 @@ def sum_of_changes(source: Model, parts: Sequence[Finetuned], exclude: Sequence[
 
 def every_layer(model: Model) -> TaskVector:
     """A change of every layer of a model, without values (on the meta device)."""
-    shapes = {layer.weight: layer.weight_shape for layer in model.architecture.layers}
-    shapes |= {
-        layer.bias: (layer.out_features,)
-        for layer in model.architecture.layers
-        if layer.bias is not None and not layer.rows
-    }
+    layers = model.architecture.layers
+    shapes = {layer.weight: layer.weight_shape for layer in layers}
+    shapes |= {layer.bias: (layer.out_features,) for layer in layers if layer.bias is not None and not layer.rows}
     return TaskVector({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
 

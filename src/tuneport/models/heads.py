@@ -131,11 +131,10 @@ def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
     if model.outputs.logits is not None:
         return Head("classifier", model.outputs.classes)
     words = dataset.label_texts or dataset.classes
-    numbers = (
-        model.inputs.kind == "text" and not dataset.prompts and bool(words) and all(word.isdecimal() for word in words)
-    )
+    text = model.inputs.kind == "text"
+    numbers = text and not dataset.prompts and bool(words) and all(word.isdecimal() for word in words)
     if model.outputs.embed_texts is not None and words and not numbers:
-        prompts = dataset.prompts or (("{}",) if model.inputs.kind == "text" else PROMPTS)
+        prompts = dataset.prompts or (("{}",) if text else PROMPTS)
         embeds = class_embeddings(words, prompts, model.outputs.embed_texts)
         return Head("text", dataset.classes, embeds, model.outputs.logit_scale)
     if dataset.name in paths or len(paths) == 1:

@@ -99,7 +99,7 @@ def plan_of(
         target_layers, target_loose = _included(target, exclude)
         if (
             MIXTURE in target.architecture.outside.values()
-        ):  # no layer takes what a dense source changed in place of the experts
+        ):  # no layer takes what a dense source changed in experts' place
             there = {layer.role for layer in layers}
             roles = {layer.role: None for layer in source_layers if layer.role not in there} | dict(roles or {})
         plan = pair_layers(
@@ -129,12 +129,8 @@ def _heads_apart(source: Model, target: Model, fitted: frozenset[str]) -> list[K
             Kept(name, "new part of the head: it stays as it is made" if name in made else FITTED)
             for name in sorted(fitted)
         ]
-    counts = [
-        layer.out_features
-        for model in (source, target)
-        for layer in model.architecture.layers
-        if layer.role == "classifier"
-    ]
+    both = (*source.architecture.layers, *target.architecture.layers)
+    counts = [layer.out_features for layer in both if layer.role == "classifier"]
     known = source.classifier is not None and target.classifier is not None
     if len(counts) < 2 or (not known and len(set(counts)) == 1) or _class_map(source, target):
         return []
@@ -201,12 +197,11 @@ def _unchanged(plan: Plan, source: Model, vector: TaskVector) -> Iterator[Kept]:
 def _vocabularies_apart(source: Model, target: Model) -> list[Kept]:
     """The target's head, if it scores other tokens; without both tokenizers, only their number is compared."""
     source_head, target_head = source.architecture.vocabulary_head, target.architecture.vocabulary_head
+    readers = Sides(source.inputs.reader, target.inputs.reader)
     if not source_head or not target_head:
         return []
     if source_head[0].shape[0] == target_head[0].shape[0] and (
-        source.inputs.reader is None
-        or target.inputs.reader is None
-        or source.inputs.reader.same_tokens(target.inputs.reader)
+        readers.source is None or readers.target is None or readers.source.same_tokens(readers.target)
     ):
         return []
     reason = "head over another vocabulary than the source's: the target keeps its own"
@@ -215,10 +210,10 @@ def _vocabularies_apart(source: Model, target: Model) -> list[Kept]:
 
 def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
     """The map between the class logits of one label set: it puts the classes in the target's order."""
-    distinct = len(set(source.outputs.classes)) == len(source.outputs.classes)
-    if not source.outputs.classes or sorted(source.outputs.classes) != sorted(target.outputs.classes) or not distinct:
+    known, wanted = source.outputs.classes, target.outputs.classes
+    if not known or sorted(known) != sorted(wanted) or len(set(known)) < len(known):
         return {}
-    order = [target.outputs.classes.index(name) for name in source.outputs.classes]
+    order = [wanted.index(name) for name in known]
     return {"classifier": torch.eye(len(order), dtype=torch.float64)[order]}
 
 

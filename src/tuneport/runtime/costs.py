@@ -78,7 +78,6 @@ def _tokens(model: Model, batch: Any) -> tuple[float, float]:
 def _operations(model: Model, tokens: float, predicted: float) -> float:
     """Millions of operations of a forward pass over a sample: its layers, and the scores of predicted tokens."""
     layers = sum(layer.in_features * layer.out_features for layer in model.architecture.layers)
-    vocabulary = (
-        (model.inputs.reader.vocabulary or 0) * (model.outputs.width or 0) if model.inputs.reader is not None else 0
-    )
+    reader = model.inputs.reader
+    vocabulary = (reader.vocabulary or 0) * (model.outputs.width or 0) if reader is not None else 0
     return 2 * (tokens * layers + predicted * vocabulary) / MILLION
