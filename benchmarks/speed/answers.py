@@ -37,15 +37,15 @@ def compare(folder: Path, data: Path, samples: int, device: torch.device) -> dic
             found[name] = likelihood(way, asked)
             seconds[name] = min(seconds[name], now(device) - begun)
     once, whole = found["once"], found["whole"]
-    assert once.bits is not None
-    assert whole.bits is not None
+    assert once.by_sample.bits is not None
+    assert whole.by_sample.bits is not None
     return {
         "model": folder.name,
         "answers": len(asked.classes),
         "seconds": seconds,
         "ratio": seconds["whole"] / seconds["once"],
-        "same": int((once.predicted == whole.predicted).sum()),
-        "difference": float(np.abs(once.bits - whole.bits).max()),
+        "same": int((once.by_sample.predicted == whole.by_sample.predicted).sum()),
+        "difference": float(np.abs(once.by_sample.bits - whole.by_sample.bits).max()),
     }
 
 

@@ -336,7 +336,9 @@ def known_by(model: Path, out: Path, test: int = 60) -> Path:
     np.savez(out, **arrays, x_test=pixels, y_test=np.arange(test) % 3)
     opened, data = open_model(model), read_plain(out, "test")
     found = zero_shot(opened, choose_head(opened, None, data), data)
-    assert found.predicted is not None
-    known = np.array([list(arrays["classes"]).index(found.classes[each]) for each in found.predicted])
+    assert found.by_sample.predicted is not None
+    known = np.array(
+        [list(arrays["classes"]).index(found.by_sample.classes[each]) for each in found.by_sample.predicted]
+    )
     np.savez(out, **arrays, x_test=pixels, y_test=known)
     return out

@@ -234,8 +234,8 @@ def test_letters_in_chats_are_those_that_transformers_choose(family: str, tmp_pa
                 shares = module(input_ids=ids[None]).logits[0, :-1].double().log_softmax(-1)
             losses[row, column] = -float((shares.gather(1, ids[1:, None])[:, 0] * mask[1:]).sum())
     found = likelihood(opened, texts(chats, labels=np.arange(len(chats)) % 4, classes=letters))
-    assert found.predicted is not None
-    chosen = np.take_along_axis(losses, found.predicted[:, None], 1)[:, 0]
+    assert found.by_sample.predicted is not None
+    chosen = np.take_along_axis(losses, found.by_sample.predicted[:, None], 1)[:, 0]
     np.testing.assert_allclose(chosen, losses.min(1), atol=1e-4)  # rounding in float32 may decide a tie
 
 

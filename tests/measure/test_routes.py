@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tuneport.data.dataset import Dataset
-from tuneport.measure.accuracy import Evaluation
+from tuneport.measure.accuracy import BySample, Evaluation
 from tuneport.measure.routes import RouteJudge, RouteScore
 from tuneport.report.decision import decision, disagreements
 
@@ -28,7 +28,7 @@ def row(name: str, wrong: int, note: str = "", to: int | None = None) -> RouteSc
     """A model that answers the first `wrong` samples otherwise: with the next class, or with this one."""
     predicted = OLD.copy()
     predicted[:wrong] = (OLD[:wrong] + 1) % 3 if to is None else to
-    found = Evaluation(0.0, COUNT, "likelihood", predicted=predicted, labels=OLD, classes=CLASSES)
+    found = Evaluation(0.0, COUNT, "likelihood", by_sample=BySample(predicted, OLD, CLASSES))
     agreement = 100.0 * float(np.mean(predicted == OLD))
     return RouteScore(name, agreement, agreement, int(np.sum(predicted != OLD)), found=found, own=found, note=note)
 
@@ -64,9 +64,10 @@ def test_answers_that_the_old_model_hardly_hits_are_measured_in_bits(
 ) -> None:
     data = Dataset(["a", "b"], None, (), targets=["1", "2"])
     judge, ones = RouteJudge(data, data, None, None), np.ones(2, dtype=np.int64)
-    own = Evaluation(accuracy, 2, "perplexity", bits_per_character=1.5, predicted=ones, labels=ones)
+    own = Evaluation(accuracy, 2, "perplexity", bits_per_character=1.5, by_sample=BySample(ones, ones))
     monkeypatch.setattr(RouteJudge, "_ask", lambda *_: own)
-    monkeypatch.setattr(RouteJudge, "_own", lambda _, model: replace(own, predicted=np.array([1, model])))
+    answered = {model: replace(own, by_sample=BySample(np.array([1, model]), ones)) for model in (0, 1)}
+    monkeypatch.setattr(RouteJudge, "_own", lambda _, model: answered[model])
     model: Any = 1
     assert judge.ask_old(model).score == score
     worse: Any = 0
@@ -90,7 +91,7 @@ class TestWords:
         assert new.found is not None
         predicted = np.where(OLD == 2, 0, OLD)
         predicted[1] = 0
-        new = replace(new, found=replace(new.found, predicted=predicted))
+        new = replace(new, found=replace(new.found, by_sample=replace(new.found.by_sample, predicted=predicted)))
         rows = [row("old", 0), row("target", 40), new]
         said = decision(judge, rows, "port")
         assert said.endswith("; no held-out sample is answered owl any more (the old model: 20)")

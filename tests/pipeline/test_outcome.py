@@ -11,7 +11,7 @@ import torch
 from builders.chats import MARKS, chat_tokenizer
 from builders.texts import make, write
 from tuneport.data.dataset import Dataset
-from tuneport.measure.accuracy import Evaluation
+from tuneport.measure.accuracy import BySample, Evaluation
 from tuneport.measure.language import perplexity
 from tuneport.measure.unseen import Unseen
 from tuneport.models.open import open_model
@@ -25,7 +25,7 @@ LABELS = np.zeros(COUNT, dtype=np.int64)
 def scored(role: Role, right: int) -> ModelScore:
     """A model that is right on the first samples."""
     predicted = (np.arange(COUNT) >= right).astype(np.int64)
-    found = Evaluation(float(right), COUNT, "zero-shot", predicted=predicted, labels=LABELS, classes=("a", "b"))
+    found = Evaluation(float(right), COUNT, "zero-shot", by_sample=BySample(predicted, LABELS, ("a", "b")))
     return ModelScore(role, role, found.accuracy, found)
 
 

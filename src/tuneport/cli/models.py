@@ -129,10 +129,10 @@ def _plain(found: Evaluation) -> dict[str, Any]:
     from ..measure.chance import share_interval
 
     values = found.plain()
-    if found.right is not None:
-        low, high = (100 * end for end in share_interval(int(found.right.sum()), found.samples))
+    if found.by_sample.right is not None:
+        low, high = (100 * end for end in share_interval(int(found.by_sample.right.sum()), found.samples))
         values |= {"low": low, "high": high}
-        values |= {"by_class": rows} if (rows := found.by_class()) else {}
+        values |= {"by_class": rows} if (rows := found.by_sample.by_class()) else {}
     return values
 
 
@@ -170,7 +170,7 @@ def _cells(found: Evaluation) -> dict[str, str]:
 
 
 def _print_classes(found: Mapping[str, Evaluation]) -> None:
-    rows = [{item["class"]: item["accuracy"] for item in result.by_class()} for result in found.values()]
+    rows = [{item["class"]: item["accuracy"] for item in result.by_sample.by_class()} for result in found.values()]
     if not any(rows):
         raise TuneportError("--by-class needs data with classes.")
     names = dict.fromkeys(name for row in rows for name in row)

@@ -22,37 +22,25 @@ T = TypeVar("T")
 Protocol = Literal["zero-shot", "linear-probe", "perplexity", "likelihood"]
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Accuracy in percent over `samples` test samples.
+@dataclass(frozen=True, eq=False)
+class BySample:
+    """What is known of each test sample.
 
-    For language models it is that of next tokens (perplexity) or of answers (likelihood). Perplexities compare only
-    under one tokenizer, bits per character also between tokenizers. `cut` counts texts that were longer than the limit.
-    Of each sample, `predicted` is its class or answer, `labels` the right one, both by their number in `classes` (none
-    where each sample has choices of its own), `bits` those of its own characters, and `characters` their number;
-    `error` is the standard error of the bits per character. `exact` says whether the text to predict is what the model
-    writes if it always takes the likeliest token.
+    Args:
+        predicted: its class or answer, by its number in `classes`.
+        labels: the right one.
+        classes: of all samples; none where each sample has choices of its own.
+        bits: those of its own characters.
+        characters: their number.
+        exact: whether the text to predict is what the model writes if it always takes the likeliest token.
     """
 
-    accuracy: float
-    samples: int
-    protocol: str
-    perplexity: float | None = None
-    tokens: int | None = None
-    bits_per_character: float | None = None
-    cut: int | None = None
-    predicted: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
-    labels: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
-    classes: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    bits: NDArray[np.float64] | None = field(default=None, compare=False, repr=False)
-    characters: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
-    error: float | None = field(default=None, compare=False, repr=False)
-    exact: NDArray[np.bool_] | None = field(default=None, compare=False, repr=False)
-
-    def plain(self) -> dict[str, Any]:
-        """The known numbers over all samples, as JSON values."""
-        found = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
-        return {name: value for name, value in found.items() if value is not None}
+    predicted: NDArray[np.int64] | None = None
+    labels: NDArray[np.int64] | None = None
+    classes: tuple[str, ...] = ()
+    bits: NDArray[np.float64] | None = None
+    characters: NDArray[np.int64] | None = None
+    exact: NDArray[np.bool_] | None = None
 
     @property
     def right(self) -> NDArray[np.bool_] | None:
@@ -71,6 +59,31 @@ class Evaluation:
         ]
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy in percent over `samples` test samples.
+
+    For language models it is that of next tokens (perplexity) or of answers (likelihood). Perplexities compare only
+    under one tokenizer, bits per character also between tokenizers. `cut` counts texts that were longer than the limit.
+    `error` is the standard error of the bits per character.
+    """
+
+    accuracy: float
+    samples: int
+    protocol: str
+    perplexity: float | None = None
+    tokens: int | None = None
+    bits_per_character: float | None = None
+    cut: int | None = None
+    error: float | None = field(default=None, compare=False, repr=False)
+    by_sample: BySample = field(default=BySample(), compare=False, repr=False)
+
+    def plain(self) -> dict[str, Any]:
+        """The known numbers over all samples, as JSON values."""
+        found = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
+        return {name: value for name, value in found.items() if value is not None}
+
+
 def zero_shot(
     model: Model, head: Head, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None
 ) -> Evaluation:
@@ -84,8 +97,7 @@ def zero_shot(
 
     predicted = np.concatenate(each_batch(highest, model, data, batch_size, progress))
     right = 100.0 * float(np.mean(predicted == data.labels))
-    known: dict[str, Any] = {"predicted": predicted, "labels": data.labels, "classes": head.classes}
-    return Evaluation(right, len(data), "zero-shot", **known)
+    return Evaluation(right, len(data), "zero-shot", by_sample=BySample(predicted, data.labels, head.classes))
 
 
 def linear_probe(
@@ -108,9 +120,9 @@ def linear_probe(
         for data in (train, test)
     )
     probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000, tol=1e-6)).fit(seen, train.labels)
-    known: dict[str, Any] = {"predicted": probe.predict(unseen), "labels": test.labels, "classes": train.classes}
-    right = 100.0 * float(np.mean(known["predicted"] == test.labels))
-    return Evaluation(right, len(test), "linear-probe", **known)
+    predicted = probe.predict(unseen)
+    right = 100.0 * float(np.mean(predicted == test.labels))
+    return Evaluation(right, len(test), "linear-probe", by_sample=BySample(predicted, test.labels, train.classes))
 
 
 def compute_features(model: Model, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None) -> Tensor:

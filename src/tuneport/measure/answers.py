@@ -75,7 +75,7 @@ def written_answers(teacher: Model, data: Dataset, progress: Progress | None = N
     """The teacher's answer to each sample, which is no passage; "" for an answer that does not end."""
     if is_choice(data):
         blank = replace(data, labels=np.zeros(len(data), dtype=np.int64))
-        predicted = likelihood(teacher, blank, progress=progress).predicted
+        predicted = likelihood(teacher, blank, progress=progress).by_sample.predicted
         assert predicted is not None
         return [each[place] for each, place in zip(candidates_of(data), predicted.tolist(), strict=True)]
     prompts = [prompt_of(sample) if isinstance(sample, list) else _joined(sample) for sample in data.inputs]

@@ -20,7 +20,7 @@ from ..models.base import Model, widened
 from ..models.tokenizer import Encoded
 from ..processes import divided
 from ..types import Progress
-from .accuracy import Evaluation, Protocol, check_samples
+from .accuracy import BySample, Evaluation, Protocol, check_samples
 from .chance import ratio, standard_error
 from .objectives import batch_for, choose_objective, labelled_tokens, questions_at_once, sum_by_row
 from .samples import by_length
@@ -45,8 +45,8 @@ class _Scores:
         if self.characters.sum():
             each, parts = ratio(bits, self.characters)
             error = standard_error(parts)
-        by_sample: dict[str, Any] = {"bits": bits, "characters": self.characters, "exact": self.right == self.tokens}
-        return Evaluation(accuracy, samples, protocol, rate, tokens, each, cut, **by_sample, error=error)
+        by_sample = BySample(bits=bits, characters=self.characters, exact=self.right == self.tokens)
+        return Evaluation(accuracy, samples, protocol, rate, tokens, each, cut, error, by_sample)
 
 
 def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress | None = None) -> Evaluation:
@@ -92,7 +92,8 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     chosen = _Scores(*(np.array(values) for values in zip(*parts, strict=True)))
     right = 100.0 * float(np.mean(np.array(predicted) == data.labels))
     scores, classes = chosen.evaluation(right, len(data), "likelihood"), () if data.choices else data.classes
-    return replace(scores, predicted=np.array(predicted), labels=data.labels, classes=classes)
+    by_sample = replace(scores.by_sample, predicted=np.array(predicted), labels=data.labels, classes=classes)
+    return replace(scores, by_sample=by_sample)
 
 
 def answer_likelihoods(model: Model, data: Dataset, *, batch_size: int = 32) -> NDArray[np.float64]:

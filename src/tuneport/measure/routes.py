@@ -87,9 +87,9 @@ class RouteJudge:
     def ask_old(self, model: Model) -> RouteScore:
         """Ask the old model: the source, while it has its fine-tune."""
         found, own = self._ask(model), self._own(model)
-        self.answers = np.ones(len(self.data), dtype=np.int64) if self.writes else found.predicted
+        self.answers = np.ones(len(self.data), dtype=np.int64) if self.writes else found.by_sample.predicted
         self.exact = own is None or own.accuracy >= EXACT
-        self.right = own.right if own is not None and self.exact else None
+        self.right = own.by_sample.right if own is not None and self.exact else None
         row = self._row("old", found, own)
         return replace(row, agreement=None if self.answers is None else 100.0, flips=None)
 
@@ -102,10 +102,7 @@ class RouteJudge:
         data = self.data
         if self.heads is None and (is_passages(data) or self.writes):
             found = perplexity(model, data)
-            if not self.writes or found.exact is None:
-                return found
-            ones = np.ones(len(data), dtype=np.int64)
-            return replace(found, accuracy=100.0 * float(found.exact.mean()), predicted=found.exact * ones, labels=ones)
+            return _by_exact_texts(found) if self.writes else found
         return self._classify(model, replace(data, labels=self.raw.labels))
 
     def _classify(self, model: Model, data: Dataset) -> Evaluation:
@@ -125,20 +122,18 @@ class RouteJudge:
             return self._ask(model) if self.raw.labels is not None else None
         if self.raw.answers != "data":
             return None
-        found, ones = perplexity(model, self.raw), np.ones(len(self.raw), dtype=np.int64)
-        assert found.exact is not None
-        return replace(found, accuracy=100.0 * float(found.exact.mean()), predicted=found.exact * ones, labels=ones)
+        return _by_exact_texts(perplexity(model, self.raw))
 
     def _row(self, name: str, found: Evaluation, own: Evaluation | None) -> RouteScore:
-        if found.predicted is None:
+        if found.by_sample.predicted is None:
             return RouteScore(name, found.bits_per_character, found=found)
         agreement, flips, score = None, None, None
         if self.answers is not None:
-            agreement = round(100.0 * float(np.mean(found.predicted == self.answers)), 3)
+            agreement = round(100.0 * float(np.mean(found.by_sample.predicted == self.answers)), 3)
         if own is not None:
             score = own.accuracy if self.exact else own.bits_per_character
-        if self.right is not None and own is not None and own.right is not None:
-            flips = int(np.sum(self.right & ~own.right))
+        if self.right is not None and own is not None and own.by_sample.right is not None:
+            flips = int(np.sum(self.right & ~own.by_sample.right))
         return RouteScore(name, score, agreement, flips, found=found, own=own)
 
     def better(self, first: RouteScore, second: RouteScore) -> int:
@@ -146,14 +141,19 @@ class RouteJudge:
         one, two = first.found, second.found
         if one is None or two is None:
             return 0
-        if one.predicted is not None and two.predicted is not None and self.answers is not None:
-            before, after = one.predicted == self.answers, two.predicted == self.answers
+        if one.by_sample.predicted is not None and two.by_sample.predicted is not None and self.answers is not None:
+            before, after = one.by_sample.predicted == self.answers, two.by_sample.predicted == self.answers
             found = direction(int(np.sum(after & ~before)), int(np.sum(before & ~after)))
             if found or not self.writes:
                 return found
-        if one.bits is None or two.bits is None or one.characters is None or two.characters is None:
+        if (
+            one.by_sample.bits is None
+            or two.by_sample.bits is None
+            or one.by_sample.characters is None
+            or two.by_sample.characters is None
+        ):
             return 0
-        return shift((one.bits, one.characters), (two.bits, two.characters))
+        return shift((one.by_sample.bits, one.by_sample.characters), (two.by_sample.bits, two.by_sample.characters))
 
     def agrees(self, row: RouteScore) -> bool:
         """Whether a model agrees with the old one, with certainty."""
@@ -178,3 +178,11 @@ class RouteJudge:
             return row.agreement > best.agreement
         one, other = (None if each.found is None else each.found.bits_per_character for each in (row, best))
         return one is not None and other is not None and one < other
+
+
+def _by_exact_texts(found: Evaluation) -> Evaluation:
+    """A perplexity as an accuracy: a text is right where the model writes just that."""
+    exact = found.by_sample.exact
+    assert exact is not None
+    by_sample = replace(found.by_sample, predicted=exact.astype(np.int64), labels=np.ones(len(exact), dtype=np.int64))
+    return replace(found, accuracy=100.0 * float(exact.mean()), by_sample=by_sample)

@@ -124,7 +124,7 @@ class ModelScore:
     @property
     def right(self) -> NDArray[np.bool_] | None:
         """Whether each sample is right, where samples have classes."""
-        return None if self.found is None else self.found.right
+        return None if self.found is None else self.found.by_sample.right
 
     def row(self, samples: int) -> dict[str, Any]:
         """For the record, with a 95 % interval where it is known."""
@@ -167,10 +167,15 @@ class Comparison:
     def guessed(self) -> int:
         """The number of classes, if what is written is no better than a guess among them; else, or not known, 0."""
         found = self.written.found
-        if found is None or found.right is None or len(found.classes) < 2 or len(found.right) < LEAST:
+        if (
+            found is None
+            or found.by_sample.right is None
+            or len(found.by_sample.classes) < 2
+            or len(found.by_sample.right) < LEAST
+        ):
             return 0
-        count = len(found.classes)
-        return count if tail(len(found.right), int(found.right.sum()), 1 / count) >= LEVEL else 0
+        count = len(found.by_sample.classes)
+        return count if tail(len(found.by_sample.right), int(found.by_sample.right.sum()), 1 / count) >= LEVEL else 0
 
     def record(self) -> dict[str, Any]:
         """The entries of the run record."""
@@ -181,7 +186,7 @@ class Comparison:
         entry |= {"protocol": self.protocol, "metric": self.metric, "before": before.value, "after": after.value}
         if "finetuned" in self.scored:
             entry["source"] = self.scored["finetuned"].value
-        if before.found is not None and before.found.bits is not None:
+        if before.found is not None and before.found.by_sample.bits is not None:
             names = {"target": "before", "finetuned": "source"}
             kept = {names.get(role, "after"): each.found for role, each in self.scored.items() if each.found}
             details = ("accuracy", "perplexity", "tokens", "bits_per_character", "cut")
@@ -201,9 +206,9 @@ class Comparison:
         }
         assert before.found is not None
         assert after.found is not None
-        if not before.found.classes:  # a label is a place among the answers of its sample
+        if not before.found.by_sample.classes:  # a label is a place among the answers of its sample
             return {"turned": turned}
-        pairs = zip(before.found.by_class(), after.found.by_class(), strict=True)
+        pairs = zip(before.found.by_sample.by_class(), after.found.by_sample.by_class(), strict=True)
         classes = [
             {"class": old["class"], "samples": old["samples"], "before": old["accuracy"], "after": new["accuracy"]}
             for old, new in pairs
@@ -213,8 +218,9 @@ class Comparison:
     def _turned(self, index: int, before: ModelScore, after: ModelScore) -> dict[str, Any]:
         assert before.found is not None
         assert after.found is not None
-        names = before.found.classes if self.test.choices is None else self.test.choices[index]
-        found = {"label": before.found.labels, "before": before.found.predicted, "after": after.found.predicted}
+        one, two = before.found.by_sample, after.found.by_sample
+        names = one.classes if self.test.choices is None else self.test.choices[index]
+        found = {"label": one.labels, "before": one.predicted, "after": two.predicted}
         numbers = {key: values[index] for key, values in found.items() if values is not None}
         words = {key: str(names[int(number)]) for key, number in numbers.items()}
         return {"index": int(self.on.indices[index]), **words, **shown(self.test.inputs[index])}
@@ -222,9 +228,9 @@ class Comparison:
 
 def _spelled(found: Evaluation) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The bits and the characters of each text."""
-    assert found.bits is not None
-    assert found.characters is not None
-    return found.bits, found.characters
+    assert found.by_sample.bits is not None
+    assert found.by_sample.characters is not None
+    return found.by_sample.bits, found.by_sample.characters
 
 
 def compare(

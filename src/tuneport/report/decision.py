@@ -33,17 +33,18 @@ def decision(judge: RouteJudge, rows: Sequence[RouteScore], chosen: str | None) 
 
 def _lost(judge: RouteJudge, row: RouteScore) -> list[tuple[str, int]]:
     """The answers that the old model gives several times and this one never, the most frequent first."""
-    if judge.writes or judge.answers is None or row.found is None or row.found.predicted is None:
+    if judge.writes or judge.answers is None or row.found is None or row.found.by_sample.predicted is None:
         return []
     old, new = (
-        [_answer(judge, row.found, *one) for one in enumerate(all_)] for all_ in (judge.answers, row.found.predicted)
+        [_answer(judge, row.found, *one) for one in enumerate(all_)]
+        for all_ in (judge.answers, row.found.by_sample.predicted)
     )
     return [(name, n) for name, n in Counter(old).most_common() if n >= LOST and name not in new]
 
 
 def _answer(judge: RouteJudge, found: Evaluation, index: int, number: int) -> str:
     """The name of a class, or the answer that was chosen."""
-    known = found.classes if judge.data.choices is None else judge.data.choices[index]
+    known = found.by_sample.classes if judge.data.choices is None else judge.data.choices[index]
     return str(known[number]) if known else str(number)
 
 
@@ -63,23 +64,23 @@ def _said(row: RouteScore, old: RouteScore) -> str:
 def disagreements(judge: RouteJudge, rows: Sequence[RouteScore], chosen: str | None) -> tuple[Mapping[str, Any], ...]:
     """Held-out samples that the old and the new model answer otherwise; without a new model, none."""
     row = next((row for row in rows if row.name == chosen), None)
-    if row is None or row.found is None or row.found.predicted is None or judge.answers is None:
+    if row is None or row.found is None or row.found.by_sample.predicted is None or judge.answers is None:
         return ()
-    places = np.flatnonzero(row.found.predicted != judge.answers)
-    if judge.writes and row.found.bits is not None:  # what the new model expects least comes first
-        places = places[np.argsort(-row.found.bits[places], kind="stable")]
+    places = np.flatnonzero(row.found.by_sample.predicted != judge.answers)
+    if judge.writes and row.found.by_sample.bits is not None:  # what the new model expects least comes first
+        places = places[np.argsort(-row.found.by_sample.bits[places], kind="stable")]
     return tuple(_disagreement(judge, int(index), row.found) for index in places[:SHOWN])
 
 
 def _disagreement(judge: RouteJudge, index: int, found: Evaluation) -> Mapping[str, Any]:
     assert judge.answers is not None
-    assert found.predicted is not None
+    assert found.by_sample.predicted is not None
     data = judge.data
     if judge.writes:
         chat = data.inputs[index]
         answer = chat[-1]["content"] if isinstance(chat, list) else (data.targets or ())[index]
         return {"old": answer, **shown(chat[:-1] if isinstance(chat, list) else chat)}
-    numbers = {"old": judge.answers[index], "new": found.predicted[index]}
+    numbers = {"old": judge.answers[index], "new": found.by_sample.predicted[index]}
     if judge.raw.labels is not None:
         numbers["label"] = judge.raw.labels[index]
     return {key: _answer(judge, found, index, int(one)) for key, one in numbers.items()} | shown(data.inputs[index])
