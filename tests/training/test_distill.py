@@ -242,7 +242,7 @@ class TestEverySampleCounts:
 
         def first(pass_size: int) -> dict[str, Any]:
             def compared(samples: DatasetSamples) -> Matching:
-                found = replace(matching_of(samples), loss=mse_loss, agreement=mse_loss, augmented=False)
+                found = replace(matching_of(samples), loss=mse_loss, agreement=mse_loss, asking="plain")
                 return replace(found, exam=None, apart=False, pass_size=pass_size)
 
             monkeypatch.setattr(distill, "matching_of", compared)
