@@ -1,13 +1,13 @@
-"""A LoRA ported between two language models on a CPU, by two checkouts in turns: CPU seconds of each step, the scale
-that is chosen, the score on the test split, and how true the progress is; and, as a floor, those of bare forward and
-backward passes of both models over the samples.
+"""A LoRA ported between two language models on a CPU, by the command of two checkouts in turns: CPU seconds, the scale
+that is chosen, the score of each adapter on the test split; of the second, the CPU seconds of each step and how true
+the progress is; and, as a floor, those of bare forward and backward passes of both models over the samples.
 
     python benchmarks/speed/lora.py BEFORE AFTER --source smollm2-135m --finetuned lora --target gemma3-270m \\
         --data chats.jsonl --samples 50 --out benchmarks/results/speed
 
-Each runs in a process of its own, with one thread and its own sources. CPU seconds are those of the process: what else
-runs on the machine adds little to them. Shares are those of a bar against the CPU seconds since the plan was made. Half
-an hour on one idle core of 2025; each result is also printed as soon as it is there.
+Each runs in a process of its own, with one thread and its own sources; BEFORE may be any commit that has `transfer`.
+CPU seconds are those of the process: what else runs on the machine adds little to them. Shares are those of a bar
+against the CPU seconds since the plan was made. A quarter of an hour on one core of 2020.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 INPUTS = ("source", "finetuned", "target", "data")
+SCORES = ("accuracy", "perplexity", "bits_per_character", "samples")
 
 
 def port(options: argparse.Namespace) -> dict[str, Any]:
@@ -100,17 +102,39 @@ def bare(options: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": seconds, "cpu_seconds": sum(seconds.values())}
 
 
-def run(checkout: Path, arguments: list[str], what: str = "--one") -> dict[str, Any]:
-    """The JSON object that a port by a checkout prints, or that of the bare passes."""
-    command = [sys.executable, __file__, str(checkout), str(checkout), *arguments, what]
+def run(checkout: Path, *command: str) -> tuple[dict[str, Any], float]:
+    """The JSON object that a program prints with the sources of a checkout, and its CPU seconds."""
     paths = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=paths)
+    before = _cpu_seconds()
+    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, check=False, env=paths)
     if done.returncode:
         raise SystemExit(f"{checkout}: exit code {done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(done.stdout[done.stdout.index("{") :]), _cpu_seconds() - before
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def commit_of(checkout: Path) -> str:
     asked = subprocess.run(["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    found["commit"] = asked.stdout.strip()
-    print(json.dumps({**found, "shares": "..."}), file=sys.stderr, flush=True)
+    return asked.stdout.strip()
+
+
+def compare(options: argparse.Namespace, given: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """Port by the command of each checkout, and score both adapters by that of the second."""
+    found = {}
+    for name in ("before", "after"):
+        checkout, out = getattr(options, name).resolve(), str(folder / name)
+        words = [*given, "--as", "adapter", "--device", "cpu", "--out", out, "--json"]
+        record, seconds = run(checkout, "-m", "tuneport", "transfer", *words)
+        found[name] = {"commit": commit_of(checkout), "cpu_seconds": seconds, "scale": record["scale"]}
+    for name, each in found.items():
+        words = ["evaluate", str(folder / name), "--data", options.data, "--device", "cpu", "--json"]
+        score, _ = run(options.after.resolve(), "-m", "tuneport", *words)
+        each["score"] = {key: score[key] for key in SCORES if score.get(key) is not None}
+        print(json.dumps(each), file=sys.stderr, flush=True)
     return found
 
 
@@ -148,29 +172,32 @@ def main() -> None:
 
     given = [word for name in INPUTS for word in (f"--{name}", getattr(options, name))]
     given += ["--samples", str(options.samples), "--rank", str(options.rank)]
-    found = {name: run(getattr(options, name).resolve(), given) for name in ("before", "after")}
-    before, after = found["before"], found["after"]
-    floor = run(options.after.resolve(), given, "--bare")
-    names = list(dict.fromkeys([*before["seconds"], *after["seconds"]]))
-    lines = [["commit", before["commit"], after["commit"]]]
-    lines += [[name, *(f"{each['seconds'].get(name, 0.0):.0f}" for each in found.values())] for name in names]
-    lines.append(["all", *(f"{each['cpu_seconds']:.0f}" for each in found.values())])
+    with tempfile.TemporaryDirectory() as folder:
+        found = compare(options, given, Path(folder))
+    paths = [__file__, str(options.before), str(options.after), *given]
+    watched, floor = (run(options.after.resolve(), *paths, what)[0] for what in ("--one", "--bare"))
+    before, after = found.values()
     ratio = after["cpu_seconds"] / before["cpu_seconds"]
+    lines = [[key.replace("_", " "), before[key], after[key]] for key in ("commit", "scale")]
+    lines.append(["CPU seconds", *(f"{each['cpu_seconds']:.0f}" for each in (before, after))])
     lines.append(["ratio", "1", f"{ratio:.2f}"])
+    lines += [[f"{key} on the test split", before["score"][key], after["score"][key]] for key in after["score"]]
+    lines += [[f"of these: {name}", "", f"{seconds:.0f}"] for name, seconds in watched["seconds"].items()]
     lines.append(["bare passes of both models", "", f"{floor['cpu_seconds']:.0f}"])
-    lines.append(["scale", before["scale"], after["scale"]])
-    lines += [
-        [f"score of the {role}", *(f"{each['scores'][role]:.4g}" for each in found.values())]
-        for role in after["scores"]
-    ]
     title = (
         f"A LoRA of {Path(options.source).name} ported to {Path(options.target).name}, {options.samples} samples\n\n"
     )
-    text = title + table(["CPU seconds", "before", "after"], lines)
-    text += f"\n\nProgress, after: at most {100 * deviation(after['shares']):.0f} % from the true share.\n\n" + table(
-        ["share of the CPU seconds", "shown"], tenths(after["shares"])
+    text = title + table(["", "before", "after"], lines)
+    text += f"\n\nProgress, after: at most {100 * deviation(watched['shares']):.0f} % from the true share.\n\n" + table(
+        ["share of the CPU seconds", "shown"], tenths(watched["shares"])
     )
-    publish("lora-port", options.out, text, {**found, "ratio": ratio, "floor": floor}, torch.device("cpu"))
+    publish(
+        "lora-port",
+        options.out,
+        text,
+        {**found, "ratio": ratio, "watched": watched, "floor": floor},
+        torch.device("cpu"),
+    )
 
 
 if __name__ == "__main__":
