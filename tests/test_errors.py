@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tuneport.config import parse_bytes
 from tuneport.errors import LONGEST, TuneportError
-from tuneport.io.sizes import parse_bytes
 from tuneport.models.open import pick_dtype
 
 

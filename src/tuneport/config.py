@@ -80,8 +80,8 @@ def option(default: Any = MISSING, *, help: str, **about: Any) -> Any:
     return field(default=default, metadata={KEY: Option(help, **about)})
 
 
-def parse_bytes(size: int | str) -> int:
-    """Parse a number of bytes, in decimal (5GB) or binary (8GiB) units.
+def parse_bytes(size: int | str, what: str = "`memory_budget`") -> int:
+    """Parse a number of bytes, in decimal (5GB) or binary (8GiB) units; an error names the size as `what`.
 
     >>> parse_bytes("8GiB")
     8589934592
@@ -91,7 +91,7 @@ def parse_bytes(size: int | str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
     count = int(float(found[1]) * units.get(found[2].upper(), 0)) if found else 0
     if count < 1:
-        raise OptionError(f"`memory_budget` must be a size such as 8GiB or 500MB, got {size!r}.")
+        raise OptionError(f"{what} must be a size such as 8GiB or 500MB, got {size!r}.")
     return count
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tuneport.config import parse_bytes
 from tuneport.errors import TuneportError
-from tuneport.io.sizes import format_bytes, free_memory, parse_bytes
+from tuneport.io.sizes import format_bytes, free_memory
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from ..config import parse_bytes
 from ..errors import CheckpointError, brief, first_of
 from .output import PathLike, sync
-from .sizes import parse_bytes
 from .tensors import LazyTensors, describe
 from .untrusted import check_regular, parse_json
 from .weight_file import WeightFile, open_weights, write_safetensors

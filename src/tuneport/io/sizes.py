@@ -1,26 +1,8 @@
-"""Amounts of memory: parse them, format them, and ask how much is free.
-
-Decimal units (5GB) and binary units (8GiB) are parsed; output has binary units.
-"""
+"""Amounts of memory: format them, and ask how much is free."""
 
 from __future__ import annotations
 
 import math
-import re
-
-from ..errors import TuneportError
-
-_UNITS = {"": 1, "B": 1, **{f"{k}B": 1000**i for i, k in enumerate("KMGT", 1)}}
-_UNITS |= {f"{k}IB": 1024**i for i, k in enumerate("KMGT", 1)}
-
-
-def parse_bytes(size: int | str, what: str = "the memory budget") -> int:
-    """Parse a number of bytes, in decimal (5GB) or binary (8GiB) units; an error names the size as `what`."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    count = int(float(found[1]) * _UNITS.get(found[2].upper(), 0)) if found else 0
-    if count < 1:
-        raise TuneportError(f"{what} must be a size such as 8GiB or 500MB, got {size!r}.")
-    return count
 
 
 def format_bytes(size: float) -> str:
