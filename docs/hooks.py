@@ -6,15 +6,13 @@ import re
 from typing import Any
 
 from tuneport.cli import COMMANDS
+from tuneport.cli.command import declared_by
 from tuneport.config import reference
 
 
 def option_tables() -> dict[str, str]:
     """The table of every command, by its name."""
-    return {
-        run.__name__: reference(*(cls for cls in (inputs, config) if cls is not None))
-        for run, (inputs, config, _) in COMMANDS.items()
-    }
+    return {run.__name__: reference(*filter(None, declared_by(run))) for run in COMMANDS}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

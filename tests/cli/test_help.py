@@ -92,7 +92,7 @@ assert not heavy, heavy
     @pytest.mark.parametrize("run_command", cli.COMMANDS, ids=lambda command: command.__name__)
     def test_the_usual_calls_can_be_read(self, run_command: Any) -> None:
         """Every call has options that the command knows, and all that it requires."""
-        calls, name = cli.COMMANDS[run_command][2], run_command.__name__
+        calls, name = cli.COMMANDS[run_command], run_command.__name__
         program = typer.main.get_command(cli.app)
         assert len(calls) == (2 if name == "methods" else 3)
         for call in calls:

@@ -17,30 +17,9 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..config import (
-    ApplyConfig,
-    ApplyInputs,
-    Config,
-    Declared,
-    DemoConfig,
-    DemoInputs,
-    DistillConfig,
-    DistillInputs,
-    EvaluateConfig,
-    EvaluateInputs,
-    ExtractConfig,
-    ExtractInputs,
-    MergeConfig,
-    MergeInputs,
-    PlanConfig,
-    PlanInputs,
-    TransferConfig,
-    TransferInputs,
-    UpgradeConfig,
-    UpgradeInputs,
-)
+from ..config import Config, Declared, UpgradeInputs
 from ..errors import OptionError, TuneportError, brief, lacks_memory
-from .command import Run, command
+from .command import Run, command, declared_by
 from .interrupts import stopped_by_signals
 from .models import apply, distill, evaluate, extract, merge
 from .plan import plan
@@ -90,50 +69,34 @@ DEBUG = False
 FIRST, MORE = "Start with these", "More commands"
 PORT = "--source OLD --finetuned LORA --target NEW --data D"
 
-# In the order of the help: the function, its inputs, its options, and its usual calls; "..." is the first call.
-COMMANDS: dict[Run, tuple[type[Declared] | None, type[Config], tuple[str, ...]]] = {
+# In the order of the help: the function and its usual calls; "..." is the first call.
+COMMANDS: dict[Run, tuple[str, ...]] = {
     upgrade: (
-        UpgradeInputs,
-        UpgradeConfig,
-        (f"upgrade {PORT} --out OUT", "... --routes copy,port --time 10m", "upgrade --list MANY.jsonl --out FOLDER"),
+        f"upgrade {PORT} --out OUT",
+        "... --routes copy,port --time 10m",
+        "upgrade --list MANY.jsonl --out FOLDER",
     ),
-    plan: (PlanInputs, PlanConfig, (f"plan {PORT}", "... --layers", "... --shapes-only --memory-budget 24GiB")),
+    plan: (f"plan {PORT}", "... --layers", "... --shapes-only --memory-budget 24GiB"),
     evaluate: (
-        EvaluateInputs,
-        EvaluateConfig,
-        ("evaluate OUT --data D", "evaluate OLD NEW OUT --data D --by-class", "evaluate OUT --ask 'What is this?'"),
+        "evaluate OUT --data D",
+        "evaluate OLD NEW OUT --data D --by-class",
+        "evaluate OUT --ask 'What is this?'",
     ),
-    transfer: (
-        TransferInputs,
-        TransferConfig,
-        (f"transfer {PORT} --out O", "... --as adapter --rank 16", "... --scale safe --evaluate"),
-    ),
+    transfer: (f"transfer {PORT} --out O", "... --as adapter --rank 16", "... --scale safe --evaluate"),
     distill: (
-        DistillInputs,
-        DistillConfig,
-        ("distill --finetuned TUNED --target NEW --data D --out OUT", "... --lora 16", "... --steps 1000 --resume"),
+        "distill --finetuned TUNED --target NEW --data D --out OUT",
+        "... --lora 16",
+        "... --steps 1000 --resume",
     ),
-    extract: (
-        ExtractInputs,
-        ExtractConfig,
-        ("extract OLD TUNED -o tau.safetensors", "... --exclude 'classifier.*'", "... --overwrite"),
-    ),
-    apply: (
-        ApplyInputs,
-        ApplyConfig,
-        ("apply tau.safetensors OLD -o OUT", "... --scale 0.7", "... --scale -1"),
-    ),
+    extract: ("extract OLD TUNED -o tau.safetensors", "... --exclude 'classifier.*'", "... --overwrite"),
+    apply: ("apply tau.safetensors OLD -o OUT", "... --scale 0.7", "... --scale -1"),
     merge: (
-        MergeInputs,
-        MergeConfig,
-        (
-            "merge ONE TWO --base OLD --as model -o BOTH",
-            "... --rule ties --density 0.2",
-            "... --weights 1,0.5 --exclude 'classifier.*'",
-        ),
+        "merge ONE TWO --base OLD --as model -o BOTH",
+        "... --rule ties --density 0.2",
+        "... --weights 1,0.5 --exclude 'classifier.*'",
     ),
-    methods: (None, Config, ("methods", "methods --json")),
-    demo: (DemoInputs, DemoConfig, ("demo", "demo --out FOLDER", "demo --overwrite --seed 1")),
+    methods: ("methods", "methods --json"),
+    demo: ("demo", "demo --out FOLDER", "demo --overwrite --seed 1"),
 }
 START = (upgrade, plan, evaluate)
 
@@ -151,16 +114,16 @@ def check(inputs: Declared | None, config: Config) -> None:
     check_command(inputs, config)
 
 
-for run, (inputs, config, calls) in COMMANDS.items():
+for run, calls in COMMANDS.items():
     lines = "\n".join(call if call.startswith("...") else f"tuneport {call}" for call in calls)
     shown = f"{inspect.getdoc(run)}\n\n\b\n{lines}"
-    app.command(help=shown, rich_help_panel=FIRST if run in START else MORE)(command(run, inputs, config, check))
+    app.command(help=shown, rich_help_panel=FIRST if run in START else MORE)(command(run, *declared_by(run), check))
 
 
 @cache
 def parameter_names() -> frozenset[str]:
     """The parameters of all commands, by their names in Python."""
-    classes = [cls for inputs, config, _ in COMMANDS.values() for cls in (inputs, config) if cls is not None]
+    classes = [cls for run in COMMANDS for cls in declared_by(run) if cls is not None]
     return frozenset(item.name.rstrip("_") for cls in classes for item, about in cls.options() if not about.python)
 
 

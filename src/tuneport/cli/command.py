@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
@@ -28,6 +28,12 @@ JSON = inspect.Parameter(
         bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=USUAL, metavar=" ")
     ],
 )
+
+
+def declared_by(run: Run) -> tuple[type[Declared] | None, type[Config]]:
+    """The classes of a command's inputs, if it has any, and of its options: the types of its parameters."""
+    types = get_type_hints(run)
+    return types.get("inputs"), types["config"]
 
 
 def command(run: Run, inputs: type[Declared] | None, config: type[Config], check: Check = lambda *_: None) -> Run:
