@@ -43,36 +43,21 @@ class Text:
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option besides its name, type and default.
+    """What is known of an option besides its name, type and default."""
 
-    Args:
-        help: one sentence.
-        group: the panel of the help.
-        least, most: bounds of a number.
-        choices: the allowed words; unless given, those of a Literal type.
-        flags: names on the command line, if they are not made from the name of the field.
-        metavar: what stands for the value in the help.
-        text: how the value is written, unless its type says it.
-        argument: given by its place, without a flag.
-        listed: shown by --help; the reference page has all options.
-        python: holds Python objects, which no command line can name.
-        control: says how to run; it does not change the result.
-        recorded: part of the run record and of the command that repeats a run.
-    """
-
-    help: str
-    group: str = USUAL
-    least: float | None = None
-    most: float | None = None
-    choices: tuple[str, ...] = ()
-    flags: tuple[str, ...] = ()
-    metavar: str | None = None
-    text: Text | None = None
-    argument: bool = False
-    listed: bool = True
-    python: bool = False
-    control: bool = False
-    recorded: bool = True
+    help: str  # one sentence
+    group: str = USUAL  # the panel of the help
+    least: float | None = None  # the lower bound of a number
+    most: float | None = None  # the upper bound
+    choices: tuple[str, ...] = ()  # the allowed words; unless given, those of a Literal type
+    flags: tuple[str, ...] = ()  # names on the command line, if they are not made from the name of the field
+    metavar: str | None = None  # what stands for the value in the help
+    text: Text | None = None  # how the value is written, unless its type says it
+    argument: bool = False  # given by its place, without a flag
+    listed: bool = True  # shown by --help; the reference page has all options
+    python: bool = False  # holds Python objects, which no command line can name
+    control: bool = False  # says how to run; it does not change the result
+    recorded: bool = True  # part of the run record and of the command that repeats a run
 
 
 def option(default: Any = MISSING, *, help: str, **about: Any) -> Any:

@@ -28,32 +28,20 @@ ORDER: tuple[Status, ...] = ("failed", "kept", "written")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What became of one fine-tune.
+    """What became of one fine-tune."""
 
-    Args:
-        status: written, kept (the old model stays), or failed.
-        old, new: scores of the old and of the new model, as in the table of routes.
-        route: the route that was taken.
-        flips: held-out samples that the old model has right and the new one wrong.
-        seconds: of the upgrade, with what its worker opened for it.
-        note: the decision, or the error.
-        line, finetuned, out: where it is in the list, what it reads, and where it is written.
-        fingerprint: of what its line asks for.
-        earlier: whether an earlier start did it.
-    """
-
-    status: Status
-    old: float | None = None
-    new: float | None = None
-    route: str | None = None
-    flips: int | None = None
-    seconds: float | None = None
-    note: str = ""
-    line: int
-    finetuned: str
-    out: str
-    fingerprint: str
-    earlier: bool = False
+    status: Status  # written, kept (the old model stays), or failed
+    old: float | None = None  # score of the old model, as in the table of routes
+    new: float | None = None  # that of the new model
+    route: str | None = None  # the route that was taken
+    flips: int | None = None  # held-out samples that the old model has right and the new one wrong
+    seconds: float | None = None  # of the upgrade, with what its worker opened for it
+    note: str = ""  # the decision, or the error
+    line: int  # where it is in the list
+    finetuned: str  # what it reads
+    out: str  # where it is written
+    fingerprint: str  # of what its line asks for
+    earlier: bool = False  # whether an earlier start did it
 
 
 def row_of(line: Line, record: Mapping[str, Any], **more: Any) -> Row:

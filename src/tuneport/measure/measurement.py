@@ -17,44 +17,26 @@ from .tokens import Match
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """Samples, and what both models are asked about them.
+    """Samples, and what both models are asked about them."""
 
-    Args:
-        samples: in batches for both models.
-        signals: that can be measured on them.
-        losses: of each model; None where nothing is measured.
-        heads: of each model, where the samples have classes.
-        match: pairs the tokens of the caller's own batches.
-        by_source: the fine-tuned source labelled the samples.
-        loss_name: the name of the objective, if it has one.
-    """
-
-    samples: Samples = field(default_factory=UserBatches)
-    signals: frozenset[Signal] = frozenset()
-    losses: Sides[Loss] | None = None
-    heads: Sides[Head] | None = None
-    match: Match | None = None
-    by_source: bool = False
-    loss_name: str | None = None
+    samples: Samples = field(default_factory=UserBatches)  # in batches for both models
+    signals: frozenset[Signal] = frozenset()  # that can be measured on them
+    losses: Sides[Loss] | None = None  # of each model; None where nothing is measured
+    heads: Sides[Head] | None = None  # of each model, where the samples have classes
+    match: Match | None = None  # pairs the tokens of the caller's own batches
+    by_source: bool = False  # the fine-tuned source labelled the samples
+    loss_name: str | None = None  # the name of the objective, if it has one
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a measurement.
+    """Limits of a measurement."""
 
-    Args:
-        max_tokens: most tokens that enter the maps.
-        memory_budget: most bytes on the device.
-        device: where the models will run; None: where they are.
-        placements: of both models while they run.
-        seed: of random choices.
-    """
-
-    max_tokens: int | None = None
-    memory_budget: int | None = None
-    device: torch.device | None = None
-    placements: Sides[Placement] | None = None
-    seed: int = 0
+    max_tokens: int | None = None  # most tokens that enter the maps
+    memory_budget: int | None = None  # most bytes on the device
+    device: torch.device | None = None  # where the models will run; None: where they are
+    placements: Sides[Placement] | None = None  # of both models while they run
+    seed: int = 0  # of random choices
 
 
 @dataclass(frozen=True, eq=False)

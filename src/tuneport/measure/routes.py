@@ -28,31 +28,18 @@ EXACT = 5.0  # percent of written answers that the old model has right, from whi
 
 @dataclass(frozen=True, eq=False)
 class RouteScore:
-    """What one model does on the held-out samples.
+    """What one model does on the held-out samples."""
 
-    Args:
-        name: "old", "target", or a route.
-        score: accuracy in percent, or bits per character.
-        agreement: share of samples, in percent, that are answered as by the old model.
-        flips: samples that the old model has right and this one wrong.
-        neutral: by how many percent the loss on neutral passages is higher than the target's.
-        seconds: that the route took.
-        memory: the most bytes on a GPU while it ran.
-        found: the evaluation, sample by sample.
-        own: the evaluation by the data's own written answers.
-        note: why a route was not tried, or not taken.
-    """
-
-    name: str
-    score: float | None = None
-    agreement: float | None = None
-    flips: int | None = None
-    neutral: float | None = None
-    seconds: float = 0.0
-    memory: int | None = None
-    found: Evaluation | None = None
-    own: Evaluation | None = None
-    note: str = ""
+    name: str  # "old", "target", or a route
+    score: float | None = None  # accuracy in percent, or bits per character
+    agreement: float | None = None  # share of samples, in percent, that are answered as by the old model
+    flips: int | None = None  # samples that the old model has right and this one wrong
+    neutral: float | None = None  # by how many percent the loss on neutral passages is higher than the target's
+    seconds: float = 0.0  # that the route took
+    memory: int | None = None  # the most bytes on a GPU while it ran
+    found: Evaluation | None = None  # the evaluation, sample by sample
+    own: Evaluation | None = None  # the evaluation by the data's own written answers
+    note: str = ""  # why a route was not tried, or not taken
 
     def row(self) -> dict[str, Any]:
         """For the record."""
@@ -62,19 +49,12 @@ class RouteScore:
 
 @dataclass
 class RouteJudge:
-    """Scores models on the held-out samples; the old model's answers are known after `ask_old`.
+    """Scores models on the held-out samples; the old model's answers are known after `ask_old`."""
 
-    Args:
-        data: the samples, with the old model's answers where it has written them.
-        raw: the samples with the labels and answers of the data.
-        heads: of classifiers.
-        head: the name of the head that is asked for.
-    """
-
-    data: Dataset
-    raw: Dataset
-    heads: Sides[Head] | None
-    head: str | None
+    data: Dataset  # the samples, with the old model's answers where it has written them
+    raw: Dataset  # the samples with the labels and answers of the data
+    heads: Sides[Head] | None  # of classifiers
+    head: str | None  # the name of the head that is asked for
     answers: NDArray[np.int64] | None = None
     right: NDArray[np.bool_] | None = None
     exact: bool = True  # whether written answers are counted, or measured in bits

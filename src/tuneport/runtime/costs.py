@@ -24,19 +24,12 @@ MILLION = 1e6
 
 @dataclass(frozen=True)
 class Costs:
-    """Millions of operations.
+    """Millions of operations."""
 
-    Args:
-        answer: of a forward pass of each model over one sample.
-        tokens: of a sample in the target.
-        backward: whether gradients are measured.
-        signals: that are summed up.
-    """
-
-    answer: Sides[float]
-    tokens: float
-    backward: bool
-    signals: frozenset[str]
+    answer: Sides[float]  # of a forward pass of each model over one sample
+    tokens: float  # of a sample in the target
+    backward: bool  # whether gradients are measured
+    signals: frozenset[str]  # that are summed up
 
     @classmethod
     def of(cls, measurement: Measurement) -> Costs:

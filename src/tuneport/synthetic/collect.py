@@ -40,30 +40,18 @@ Answer = Callable[[Sequence[str]], Sequence[str]]
 
 @dataclass(frozen=True)
 class Goal:
-    """How many texts are wanted, and how they are written.
+    """How many texts are wanted, and how they are written."""
 
-    Args:
-        count: texts to keep.
-        fewest: the fewest that are worth training on; a tenth of `count` unless given.
-        rounds: the most rounds.
-        largest: the most texts of one round.
-        max_new_tokens: of a text.
-        temperature: of the first round; it falls if most texts are dropped and rises if many are duplicates.
-        coolest, hottest: its bounds.
-        top_p: as in `Sampling`.
-        seed: of everything.
-    """
-
-    count: int = 2000
-    fewest: int | None = None
-    rounds: int = 24
-    largest: int = 1000
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    coolest: float = 0.7
-    hottest: float = 1.3
-    top_p: float = 0.95
-    seed: int = 0
+    count: int = 2000  # texts to keep
+    fewest: int | None = None  # the fewest that are worth training on; a tenth of `count` unless given
+    rounds: int = 24  # the most rounds
+    largest: int = 1000  # the most texts of one round
+    max_new_tokens: int = 64  # of a text
+    temperature: float = 1.0  # of the first round; it falls if most texts are dropped and rises if many are duplicates
+    coolest: float = 0.7  # its lower bound
+    hottest: float = 1.3  # its upper bound
+    top_p: float = 0.95  # as in `Sampling`
+    seed: int = 0  # of everything
 
     @property
     def least(self) -> int:

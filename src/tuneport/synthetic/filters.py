@@ -173,18 +173,12 @@ class Doubt:
 
     The bounds are those of the seed samples, but never stricter than a mean likelihood of one half and no loss by the
     fine-tune: the teacher may know seed samples by heart.
-
-    Args:
-        tuned: the likelihood of answers by the fine-tuned model.
-        base: the same without the fine-tune.
-        least: the least mean log-likelihood.
-        least_gain: the least difference to the model without the fine-tune.
     """
 
-    tuned: Likelihood
-    base: Likelihood | None = None
-    least: float = CERTAIN
-    least_gain: float = 0.0
+    tuned: Likelihood  # the likelihood of answers by the fine-tuned model
+    base: Likelihood | None = None  # the same without the fine-tune
+    least: float = CERTAIN  # the least mean log-likelihood
+    least_gain: float = 0.0  # the least difference to the model without the fine-tune
     name: str = "the teacher's doubt"
 
     @classmethod

@@ -40,15 +40,10 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class LocalGenerator:
-    """A model in memory.
+    """A model in memory."""
 
-    Args:
-        model: a causal or an encoder-decoder model.
-        batch_size: rows of a batch, else a number that fits the device.
-    """
-
-    model: Model
-    batch_size: int | None = None
+    model: Model  # a causal or an encoder-decoder model
+    batch_size: int | None = None  # rows of a batch, else a number that fits the device
 
     @property
     def name(self) -> str:
@@ -64,24 +59,15 @@ class ServerGenerator:
     """A server with the paths /v1/completions and /v1/models, such as those of vLLM and llama.cpp.
 
     Each prompt has a seed of its own. Whether the same seeds give the same texts is up to the server.
-
-    Args:
-        url: its address, with or without /v1.
-        model: the model's name there; None for the first that it lists.
-        key: sent as a bearer token.
-        seconds: the longest that one request may take.
-        tries: requests for one prompt, if a failure may pass.
-        pause: seconds before the second try; doubled before each further one.
-        workers: requests at the same time.
     """
 
-    url: str
-    model: str | None = None
-    key: str | None = field(default=None, repr=False)
-    seconds: float = 120.0
-    tries: int = 3
-    pause: float = 0.5
-    workers: int = 8
+    url: str  # its address, with or without /v1
+    model: str | None = None  # the model's name there; None for the first that it lists
+    key: str | None = field(default=None, repr=False)  # sent as a bearer token
+    seconds: float = 120.0  # the longest that one request may take
+    tries: int = 3  # requests for one prompt, if a failure may pass
+    pause: float = 0.5  # seconds before the second try; doubled before each further one
+    workers: int = 8  # requests at the same time
 
     def __post_init__(self) -> None:
         if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).netloc:

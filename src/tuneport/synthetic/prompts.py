@@ -36,28 +36,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Prompts:
-    """All that a generator may be told of a task.
+    """All that a generator may be told of a task."""
 
-    Args:
-        seeds: seed samples, without their answers.
-        describe: one sentence about the samples.
-        answers: the teacher's answer to each seed sample, if it gives any.
-        choices: the answers to choose from; others are dropped, and thin ones are asked for by name.
-        passages: the samples are passages, which the teacher writes itself, from nothing or after the first words of
-            a seed sample.
-        shots: seed samples in one prompt.
-        each: texts that are asked for with one prompt, which a model reads once.
-        seed: of their order.
-    """
-
-    seeds: tuple[str, ...] = ()
-    describe: str = ""
-    answers: tuple[str, ...] = ()
-    passages: bool = False
-    shots: int = 8
-    each: int = 4
-    seed: int = 0
-    choices: tuple[str, ...] = ()
+    seeds: tuple[str, ...] = ()  # seed samples, without their answers
+    describe: str = ""  # one sentence about the samples
+    answers: tuple[str, ...] = ()  # the teacher's answer to each seed sample, if it gives any
+    passages: bool = False  # the teacher writes passages itself, from nothing or after the first words of a seed
+    shots: int = 8  # seed samples in one prompt
+    each: int = 4  # texts that are asked for with one prompt, which a model reads once
+    seed: int = 0  # of their order
+    choices: tuple[str, ...] = ()  # the answers to choose from; others are dropped, and thin ones are asked for by name
 
     def __post_init__(self) -> None:
         if not self.passages and not self.seeds and not self.describe.strip():

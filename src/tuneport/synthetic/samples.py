@@ -123,21 +123,13 @@ class Teacher:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is known of the samples to write.
+    """What is known of the samples to write."""
 
-    Args:
-        own: own samples without answers; None if there are none.
-        describe: one sentence about them.
-        template: the plain prompt of a text, with {text}.
-        count: samples to write.
-        seed: of everything.
-    """
-
-    own: Dataset | None = None
-    describe: str = ""
-    template: str | None = None
-    count: int = 2000
-    seed: int = 0
+    own: Dataset | None = None  # own samples without answers; None if there are none
+    describe: str = ""  # one sentence about them
+    template: str | None = None  # the plain prompt of a text, with {text}
+    count: int = 2000  # samples to write
+    seed: int = 0  # of everything
 
 
 @dataclass(frozen=True, eq=False)

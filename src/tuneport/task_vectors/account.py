@@ -9,21 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor that the fine-tune changed, or the part of a fused one that is a layer.
+    """A tensor that the fine-tune changed, or the part of a fused one that is a layer."""
 
-    Args:
-        tensor: its name in the source's files; of a layer, the layer's name.
-        kind: what it is, in the plural.
-        square: the squared norm of its change.
-        targets: the parameters of the target that take it up.
-        reason: why there are none.
-    """
-
-    tensor: str
-    kind: str
-    square: float
-    targets: tuple[str, ...]
-    reason: str
+    tensor: str  # its name in the source's files; of a layer, the layer's name
+    kind: str  # what it is, in the plural
+    square: float  # the squared norm of its change
+    targets: tuple[str, ...]  # the parameters of the target that take it up
+    reason: str  # why there are none
 
 
 def account(parts: Iterable[Part], kept: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -30,18 +30,12 @@ class AdapterForm:
     """How updates are written as an adapter.
 
     Low-rank updates are kept as they are; dense ones, and all if `rank` or `energy` is given, are cut by SVD.
-
-    Args:
-        rank: the largest rank of an update.
-        energy: the share of each update's squared norm to keep, in place of `rank`.
-        uniform_rank: fill up all factors with zeros to one rank, for servers that want it.
-        adapter_dtype: of the stored tensors: "float32", "bfloat16" or "float16".
     """
 
-    rank: int | None = None
-    energy: float | None = None
-    uniform_rank: bool = False
-    adapter_dtype: str = "float32"
+    rank: int | None = None  # the largest rank of an update
+    energy: float | None = None  # the share of each update's squared norm to keep, in place of `rank`
+    uniform_rank: bool = False  # fill up all factors with zeros to one rank, for servers that want it
+    adapter_dtype: str = "float32"  # of the stored tensors: "float32", "bfloat16" or "float16"
 
     def check(self) -> None:
         """Refuse settings that no adapter can have."""
