@@ -45,15 +45,9 @@ def is_passages(data: Dataset) -> bool:
 
 
 def answered(teacher: Model, data: Dataset, progress: Progress | None = None) -> Answered:
-    """Let a language model answer samples; passages stay as they are.
+    """Let a language model answer samples; passages stay as they are, and answers of the data are not looked at.
 
-    Args:
-        teacher: a language model, with its fine-tune.
-        data: its labels and answers are not looked at.
-        progress: gets the number of samples that were answered since the last call.
-
-    Returns:
-        The samples with labels, where there are answers to choose from, or with the texts that the teacher writes.
+    The samples get labels, where there are answers to choose from, or the texts that the teacher writes.
     """
     if is_passages(data):
         return Answered(data, np.arange(len(data)))

@@ -163,8 +163,7 @@ def _centred(scores: Tensor, model: Model) -> Tensor:
 
 def scores_of_labels(data: Dataset, classes: tuple[str, ...]) -> NDArray[np.float64]:
     """One for the class of each sample and zero for the others."""
-    labels = align_labels(data, classes).labels
-    return np.eye(len(classes))[labels]
+    return np.eye(len(classes))[align_labels(data, classes).labels]
 
 
 def fit_head(model: Model, module: nn.Module, samples: Samples) -> dict[str, Tensor]:
@@ -305,11 +304,7 @@ def with_teacher_scores(
 ) -> Samples:
     """The samples with the scores of the fine-tuned source and of its base, to which heads of the target are fitted.
 
-    Args:
-        models: both models.
-        change: what the fine-tune changed; where no head is fitted, the samples stay as they are.
-        samples: what is scored.
-        scores: of the base and of the fine-tuned source, where they are known.
+    Where no head is fitted, the samples stay as they are. `scores` are of the base and the source, where known.
     """
     if not change.fits_head:
         return samples

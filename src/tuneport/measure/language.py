@@ -96,9 +96,9 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     return replace(scores, by_sample=by_sample)
 
 
-def answer_likelihoods(model: Model, data: Dataset, *, batch_size: int = 32) -> NDArray[np.float64]:
+def answer_likelihoods(model: Model, data: Dataset) -> NDArray[np.float64]:
     """The mean log-likelihood of a token of each sample's answer (N,)."""
-    found = _score(model, data, batch_size)
+    found = _score(model, data, batch_size=32)
     likelihoods: NDArray[np.float64] = -found.losses / np.maximum(found.tokens, 1)
     return likelihoods
 

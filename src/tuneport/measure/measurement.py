@@ -80,10 +80,6 @@ class Measurement:
             limits = replace(limits, max_tokens=share)
         return replace(self, calibration=replace(self.calibration, samples=samples), limits=limits)
 
-    def with_plan(self, plan: Plan) -> Measurement:
-        """Measure other pairs of layers."""
-        return replace(self, plan=plan)
-
     def listed(self) -> Measurement:
         """Measure the same samples, which can be counted and iterated again."""
         return replace(self, calibration=replace(self.calibration, samples=self.samples.listed()))

@@ -214,7 +214,9 @@ def next_tokens(
         if found is not None:
             return found
         size = -(-size // ANSWERS_AT_ONCE)  # whole passes of the batch size
-    first, shift = first_answer(model, labels), int(model.generates == "causal")
+    shift = int(model.generates == "causal")  # the scores of a token are those of the next one
+    columns = (labels[:, shift:] != UNLABELLED).any(0).nonzero()
+    first = int(columns[0]) if len(columns) else 0
     wanted = torch.zeros_like(labels, dtype=torch.bool)
     wanted[:, first : labels.shape[1] - shift] = True
     scores = _run_in_parts(model, module, batch, wanted, size)
@@ -238,13 +240,6 @@ def questions_at_once(model: Model, batch_size: int, answers: int) -> int:
     """How many questions with so many answers each are one batch; the answers of a question read once are short."""
     rows = batch_size * (ANSWERS_AT_ONCE if model.shares_questions else 1)
     return max(rows // answers, 1)
-
-
-def first_answer(model: Model, labels: Tensor) -> int:
-    """The first position whose scores count in a batch: of a causal model, those of the next token."""
-    shift = model.generates == "causal"
-    columns = (labels[:, shift:] != UNLABELLED).any(0).nonzero()
-    return int(columns[0]) if len(columns) else 0
 
 
 def _encode_classes(model: Model, samples: Dataset) -> Encoded:
@@ -275,7 +270,7 @@ class HeadLoss:
     """The loss of a head: the cross-entropy of samples or tokens, or half the squared error of a regression."""
 
     model: Model
-    head: Head
+    head: Head | None
 
     def __call__(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
         return self._losses(module, batch, "sum")
@@ -285,15 +280,11 @@ class HeadLoss:
         return self._losses(module, batch, "none").double().view(len(batch[1]), -1).sum(1).cpu()
 
     def _losses(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], reduction: str) -> Tensor:
+        assert self.head is not None
         scores, labels = self.head.scores(self.model, module, batch[0]), batch[1]
         if self.model.regresses:
             return F.mse_loss(scores, labels, reduction=reduction) / 2
         return F.cross_entropy(scores.flatten(0, -2), labels.flatten(), reduction=reduction)
-
-
-def _head_loss(model: Model, head: Head | None) -> Loss:
-    assert head is not None
-    return HeadLoss(model, head)
 
 
 def _reader(model: Model) -> Reader:
@@ -333,7 +324,7 @@ def _encode_answers(model: Model, samples: Dataset) -> Encoded:
 
 
 OBJECTIVES: Mapping[str, Objective] = {
-    "classification": Objective("classification", _encode_classes, _head_loss),
+    "classification": Objective("classification", _encode_classes, HeadLoss),
     "contrastive": Objective("contrastive", _encode_pairs, ContrastiveLoss, together=CONTRASTED),
     "causal": Objective("causal", _encode_continuations, TokenLoss),
     "seq2seq": Objective("seq2seq", _encode_answers, TokenLoss),

@@ -52,13 +52,7 @@ class Unseen:
 
 
 def unseen(target: Model, calibration: Calibration, test: Dataset, samples: int | None = None) -> Unseen:
-    """Choose the test samples that are scored, in a fixed draw.
-
-    Args:
-        target: the model that is scored.
-        calibration: whose samples are left out.
-        test: the test split, or data without splits.
-        samples: at most as many; all unless given.
+    """Choose the test samples that are scored, `samples` at most, in a fixed draw; those of calibration are left out.
 
     Raises:
         DataError: if too few are left.

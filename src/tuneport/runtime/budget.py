@@ -24,28 +24,17 @@ from .forecast import Forecast, NeedsValuesError
 from .passes import Passes, by_weight, grouped, passes_that_fit
 
 SLACK = 0.08  # of a GPU's budget, for its libraries and for errors of the forecast
-
-
 COPIES = 3  # sums of a signal that are held while a scale is chosen: of both halves, and of all samples
 
 
 def passes_of(measurement: Measurement, vector: TaskVector, method: Method, *, chooses_scale: bool) -> Passes | None:
     """Divide the layers so that they fit into the memory budget; without one, so that their sums fit into memory.
 
-    Args:
-        measurement: what is measured, with the signals of the method.
-        vector: the task vector that will be moved.
-        method: that moves it.
-        chooses_scale: whether the samples choose the scale.
-
-    Returns:
-        The passes; None for one pass over all layers.
+    None is one pass over all layers. `chooses_scale` says whether the samples choose the scale.
     """
-    budget = measurement.limits.memory_budget
-    if budget is not None:
-        return plan_passes(measurement, vector, method, budget)
-    copies = COPIES if chooses_scale else 1
-    return passes_that_fit(measurement, copies) if method.by_layer else None
+    if measurement.limits.memory_budget is not None:
+        return plan_passes(measurement, vector, method, measurement.limits.memory_budget)
+    return passes_that_fit(measurement, COPIES if chooses_scale else 1) if method.by_layer else None
 
 
 def plan_passes(

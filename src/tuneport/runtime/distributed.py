@@ -42,11 +42,7 @@ def share_of(samples: Samples) -> tuple[Samples, int]:
 def reduce_statistics(statistics: Statistics, plan: Plan, *, by_layer: bool, device: torch.device) -> Statistics:
     """The statistics over the samples of all processes, of the layers that this process owns.
 
-    Args:
-        statistics: over the samples of this process; empty if it has none.
-        plan: the layers.
-        by_layer: whether each layer is moved by itself.
-        device: of the sums.
+    Those of this process are empty if it has no samples. `by_layer` says whether each layer is moved by itself.
     """
     here = ranks()
     if here.size == 1:

@@ -164,11 +164,8 @@ class Forecast:
             return 0
         key = (tuple(pair.target.name for pair in pairs), *((p.blocks, p.fetched) for p in placements or ()))
         if key not in self._peaks:
-            limit = (
-                None
-                if self.measurement.limits.max_tokens is None
-                else TokenLimit(self.measurement.limits.max_tokens, self.samples)
-            )
+            most = self.measurement.limits.max_tokens
+            limit = None if most is None else TokenLimit(most, self.samples)
             self._peaks[key] = self._run(pairs, placements, limit)[1] * self.at_once // self.size
         return self._peaks[key]
 
@@ -196,7 +193,9 @@ class Forecast:
             mapped, working = solving_bytes(found.shape, self._tokens(found), device)
             maps[blocks[layer]] += mapped
             works.setdefault(found.shape, []).append(working)
-        moving = max(map(_moving_bytes, pairs), default=0)
+        sides = [[(layer.out_features, layer.in_features) for layer in (p.source, p.target)] for p in pairs]
+        # a dense update in source, mixed and target coordinates
+        moving = max((8 * (a * b + c * b + c * d) for (a, b), (c, d) in sides), default=0)
         together = 0 if device.type == "cpu" else together_bytes(device, budget)
         at_once = {shape: max(together // (8 * math.prod(shape)), 1) for shape in works}
         work = max((min(len(each), at_once[shape]) * max(each) for shape, each in works.items()), default=0)
@@ -253,20 +252,14 @@ def solving_bytes(shape: tuple[int, int], tokens: int, device: torch.device) -> 
     return 8 * short * (short + long), 8 * short * work
 
 
-def _moving_bytes(pair: LayerPair) -> int:
-    """Bytes of a dense update in source, mixed and target coordinates, in float64."""
-    (d_out, d_in), (e_out, e_in) = ((layer.out_features, layer.in_features) for layer in (pair.source, pair.target))
-    return 8 * (d_out * d_in + e_out * d_in + e_out * e_in)
-
-
-def by_shape(match: Match, device: torch.device | None = None) -> Match:
-    """A match that gives the number of paired tokens, without their values; it is asked once per shape on `device`."""
+def by_shape(match: Match) -> Match:
+    """A match that gives the number of paired tokens, without their values; it is asked once per shape."""
     known: dict[Any, int] = {}
 
     def matched(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         shapes = source.shape[:2], target.shape[:2]
         if shapes not in known:  # the widths do not matter
-            known[shapes] = len(match(*(torch.zeros(*shape, 1, device=device) for shape in shapes))[1])
+            known[shapes] = len(match(*(torch.zeros(*shape, 1) for shape in shapes))[1])
         if known[shapes] == shapes[0].numel() == shapes[1].numel():
             return source.flatten(0, 1), target.flatten(0, 1)
         return source.new_empty(known[shapes], source.shape[-1]), target.new_empty(known[shapes], target.shape[-1])

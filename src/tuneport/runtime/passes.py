@@ -55,11 +55,9 @@ def by_block(measurement: Measurement) -> list[Measurement]:
 
 def _parts(measurement: Measurement, groups: Sequence[Sequence[LayerPair]]) -> list[Measurement]:
     """A measurement for each group of pairs; tensors outside layers are part of the first."""
-    plans = [
-        replace(measurement.plan, pairs=tuple(pairs), loose=() if i else measurement.plan.loose)
-        for i, pairs in enumerate(groups)
-    ]
-    return [measurement.with_plan(plan) for plan in plans]
+    plan = measurement.plan
+    parts = (replace(plan, pairs=tuple(pairs), loose=() if i else plan.loose) for i, pairs in enumerate(groups))
+    return [replace(measurement, plan=part) for part in parts]
 
 
 def passes_that_fit(measurement: Measurement, copies: int) -> Passes | None:
