@@ -66,7 +66,6 @@ class AdapterOutput(Output):
 
     def check(self, plan: Plan, update: Update, method: Method) -> None:
         """Refuse dense updates without a rank, and targets of which no layer can have a LoRA."""
-        self.form.check()
         target, vector = update.target, update.vector
         moved = {pair.target.weight for pair in plan.pairs}
         whole = tuple(f"{path}." for path in whole_modules(target, moved, update.fits_head))

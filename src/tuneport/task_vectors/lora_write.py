@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..errors import TuneportError, first_of
 from .lora_format import PREFIX, TWICE, Adapter
-from .low_rank import Entry, LowRank, check_truncation, truncate
+from .low_rank import Entry, LowRank, truncate
 from .vector import TaskVector
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,12 +36,6 @@ class AdapterForm:
     energy: float | None = None  # the share of each update's squared norm to keep, in place of `rank`
     uniform_rank: bool = False  # fill up all factors with zeros to one rank, for servers that want it
     adapter_dtype: str = "float32"  # of the stored tensors: "float32", "bfloat16" or "float16"
-
-    def check(self) -> None:
-        """Refuse settings that no adapter can have."""
-        check_truncation(self.rank, self.energy)
-        if self.adapter_dtype not in DTYPES:
-            raise TuneportError(f"`adapter_dtype` must be one of {', '.join(DTYPES)}, got {self.adapter_dtype!r}.")
 
     def cut(self, vector: TaskVector, module: nn.Module, saved: Sequence[str] = ()) -> Cut:
         """What an adapter of a live module holds of a task vector; the modules in `saved` are stored whole."""
@@ -121,7 +115,6 @@ def pack(
         head: parameters of `module` that are stored whole.
         about: additional settings of the adapter's configuration.
     """
-    form.check()
     saved = saved_modules(module, head, (about or {}).get("task_type"))
     cut = form.cut(vector, module, saved)
     places = {name: place for name, place in _places(module, cut.vector).items() if isinstance(place, _Place)}

@@ -104,16 +104,6 @@ def add_entries(one: Entry, other: Entry) -> Entry:
     return first + as_dense(other).to(first.device)
 
 
-def check_truncation(rank: int | None, energy: float | None) -> None:
-    """Raise a TuneportError for a rank below 1, an energy outside (0, 1], or both together."""
-    if rank is not None and energy is not None:
-        raise TuneportError("pass either `rank` or `energy` for an adapter, not both.")
-    if rank is not None and rank < 1:
-        raise TuneportError(f"the rank of an adapter must be at least 1, got {rank}.")
-    if energy is not None and not 0 < energy <= 1:
-        raise TuneportError(f"the energy that an adapter keeps must be above 0 and at most 1, got {energy:g}.")
-
-
 def truncate(entry: Entry, rank: int | None = None, energy: float | None = None) -> tuple[LowRank, float]:
     """The nearest matrix of rank at most `rank`, or of the least rank that keeps a share `energy` of |tau|^2.
 
