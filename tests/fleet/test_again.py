@@ -21,7 +21,7 @@ from tuneport.fleet import workers as working
 from tuneport.fleet.lines import Line, ListError
 from tuneport.fleet.summary import Row, earlier_rows, fleet_of
 from tuneport.fleet.workers import Desk
-from tuneport.report.fleet import fleet_page
+from tuneport.report.page import render
 
 
 class Here:
@@ -172,7 +172,8 @@ def test_rows_are_sorted_by_what_needs_a_look() -> None:
 
 
 def test_the_page_escapes_what_it_shows() -> None:
-    page = fleet_page(fleet_of(Path("out"), [row(1, "failed", note="<script>alert(1)</script>")]).to_json())
+    summary = fleet_of(Path("out"), [row(1, "failed", note="<script>alert(1)</script>")]).to_json()
+    page = render("fleet.html.jinja", summary=summary)
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "1 failed" in page

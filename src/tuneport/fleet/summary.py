@@ -15,7 +15,7 @@ from .. import __version__
 from ..errors import CheckpointError
 from ..io.checkpoint import read_json
 from ..io.output import new_file
-from ..report.fleet import fleet_page
+from ..report.page import render
 from ..report.record import to_json
 from .lines import Line
 
@@ -101,7 +101,10 @@ class Fleet:
 
     def write(self) -> None:
         """Write the table and the page."""
-        for name, text in ((TABLE, to_json(self.to_json()) + "\n"), (PAGE, fleet_page(self.to_json()))):
+        for name, text in (
+            (TABLE, to_json(self.to_json()) + "\n"),
+            (PAGE, render("fleet.html.jinja", summary=self.to_json())),
+        ):
             with new_file(self.folder / name, overwrite=True) as file:
                 file.write_text(text, encoding="utf-8")
 
