@@ -17,7 +17,7 @@ from typing import Any
 from tuneport.data.formats import suffixes
 from tuneport.data.samplers import SAMPLERS, select
 from tuneport.data.tasks import read_data, split_reference
-from tuneport.errors import DataError, TuneportError, first_of, plain, shortened, unknown_name
+from tuneport.errors import DataError, TuneportError, first_of, shortened, unknown_name
 from tuneport.io.hub import looks_like_hub_id
 from tuneport.models.open import path_of
 
@@ -222,14 +222,14 @@ def _disk_problems(comparison: Comparison) -> Iterator[str]:
             data = read_data(reference, "train")
             read_data(reference, "test")
         except TuneportError as error:
-            yield f"{task}: {plain(str(error))}"
+            yield f"{task}: {str(error).replace('`', '')}"
             continue
         for sampler, seed in product(comparison.samplers, comparison.seeds) if comparison.budgets else ():
             blind = "class_balanced" if SAMPLERS[sampler].needs_features else sampler  # features are not known yet
             try:
                 select(data, sampler=blind, seed=seed, **comparison.largest)
             except TuneportError as error:
-                yield f"{task}: {plain(str(error))}"
+                yield f"{task}: {str(error).replace('`', '')}"
 
 
 def model_exists(path: str, *, made: bool = False) -> bool:

@@ -21,7 +21,7 @@ from pydantic import (
 
 from tuneport.config import parse_scale
 from tuneport.data.samplers import SAMPLERS
-from tuneport.errors import TuneportError, plain, unknown_name
+from tuneport.errors import TuneportError, unknown_name
 from tuneport.methods import get_method
 from tuneport.training.loop import Schedule
 
@@ -42,7 +42,7 @@ def _check(check: Callable[[str], object]) -> AfterValidator:
         try:
             check(value)
         except TuneportError as error:
-            raise ValueError(plain(str(error))) from None
+            raise ValueError(str(error).replace("`", "")) from None
         return value
 
     return AfterValidator(validate)

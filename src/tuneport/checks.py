@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -25,19 +25,8 @@ from .io.places import ACCEPTED, CONFIG, why_no_adapter, why_no_model
 from .types import Split
 
 # The names that heavy modules register.
-METHODS = (
-    "bico",
-    "bico+",
-    "theseus",
-    "input_only",
-    "output_only",
-    "gradient_only",
-    "naive",
-    "cross-lora",
-    "transfusion",
-    "gradfix",
-    "gradfix_mean",
-)
+BILINEAR = ("bico", "bico+", "theseus", "input_only", "output_only", "gradient_only", "naive")
+METHODS = (*BILINEAR, "cross-lora", "transfusion", "gradfix", "gradfix_mean")
 WITHOUT_DATA = ("naive", "cross-lora", "transfusion")
 SAMPLERS = ("random", "class_balanced")
 LOSSES = ("classification", "contrastive", "causal", "seq2seq")
@@ -232,7 +221,8 @@ def _check_data(data: str, config: Config) -> None:
     if place.is_file() and place.stat().st_size > LARGE:
         check_start(place, columns)
         return
-    if place.is_dir() and len(list(islice(_files(place), MANY))) == MANY:
+    files = (name for _, _, names in os.walk(place) for name in names)
+    if place.is_dir() and len(list(islice(files, MANY))) == MANY:
         return
     splits: list[Split] = ["test" if config.command == "evaluate" else "train"]
     splits += ["test"] if config.command == "transfer" and getattr(config, "evaluate", None) else []
@@ -243,7 +233,3 @@ def _check_data(data: str, config: Config) -> None:
         sampler = getattr(config, "sampler", "random")
         need = None if sampler == "random" else f"sampler '{sampler}'"
         count_drawn(found[0], getattr(config, "samples", None), getattr(config, "shots", None), labels_for=need)
-
-
-def _files(folder: Path) -> Iterable[str]:
-    return (name for _, _, names in os.walk(folder) for name in names)

@@ -56,15 +56,6 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {kind} '{given}'.{guess} Known: {', '.join(names)}."
 
 
-def plain(text: str) -> str:
-    """A message without the backquotes around its parameters.
-
-    >>> plain("lower `samples`")
-    'lower samples'
-    """
-    return text.replace("`", "")
-
-
 def first_of(items: Iterable[str], limit: int = 10) -> str:
     """Join the first `limit` items and count the rest, for errors that collect many findings.
 

@@ -17,6 +17,7 @@ from ..config import INPUTS, MACHINE, OUTPUT, SAMPLES, TASK, USUAL, WRITTEN, Con
 GROUPS = (INPUTS, USUAL, WRITTEN, SAMPLES, TASK, MACHINE, OUTPUT)  # in the order of the help
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "PATH", bool: " "}  # what stands for a value in the help
 PLAIN = (int, float, bool, str)
+SILENT = (None, False, 0, inspect.Parameter.empty)  # defaults that say nothing
 Run = Callable[..., None]
 Check = Callable[[Declared | None, Config], None]
 
@@ -75,17 +76,12 @@ def _parameter(cls: type[Declared], item: Field[Any], about: Option) -> inspect.
     if about.argument:
         found: Any = typer.Argument(**{**shared, "rich_help_panel": None})
     else:
-        found = typer.Option(*flags_of(item, about), **shared, show_default=_shows(default))
+        found = typer.Option(*flags_of(item, about), **shared, show_default=default not in SILENT)
     kind = list[kind] if many else kind  # type: ignore[valid-type]
     kind = kind | None if default is None else kind
     return inspect.Parameter(
         item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, found]
     )
-
-
-def _shows(default: Any) -> bool:
-    """Whether the help shows a default: not if it says nothing."""
-    return not (default is None or default is False or default is inspect.Parameter.empty or default == 0)
 
 
 def _kind(kind: Any, about: Option) -> tuple[Any, bool]:

@@ -112,16 +112,10 @@ def _words(value: str) -> list[str]:
     return [shlex.quote(str(word)) for word in each]
 
 
-def _harmless(text: str) -> str:
-    """One line without control characters."""
-    return "".join(
-        mark if mark.isprintable() else " " if mark.isspace() else "\N{REPLACEMENT CHARACTER}" for mark in text
-    )
-
-
 def _plain(text: str, style: str = "") -> Text:
-    """Text for a table, without control characters."""
-    return Text(_harmless(text), style)
+    """One line without control characters."""
+    marks = (mark if mark.isprintable() else " " if mark.isspace() else "\N{REPLACEMENT CHARACTER}" for mark in text)
+    return Text("".join(marks), style)
 
 
 EVERY = 30.0  # seconds between two lines of progress where stderr is no terminal

@@ -8,7 +8,6 @@ message to any of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +34,16 @@ def read_chats(
 ) -> LazySequence:
     """The chats of some rows, by the columns `keys` of one layout; if `answered`, each must hold an answer."""
     names = [name for name in (*keys, *MORE_COLUMNS) if name in columns]
-    read = partial(_read_chat, {name: columns[name] for name in names}, tuple(keys), path, answered)
+
+    def read(row: int) -> Chat:
+        try:
+            return _chat(tuple(keys), {name: columns[name][row] for name in names}, answered)
+        except ValueError as error:
+            raise DataError(f"row {row + 1} of {path}: {error}.") from error
+
     for row in rows:
         read(int(row))
     return LazySequence(rows, read)
-
-
-def _read_chat(
-    columns: Mapping[str, Sequence[Any]], keys: tuple[str, ...], path: Path, answered: bool, row: int
-) -> Chat:
-    try:
-        return _chat(keys, {name: column[row] for name, column in columns.items()}, answered)
-    except ValueError as error:
-        raise DataError(f"row {row + 1} of {path}: {error}.") from error
 
 
 def _chat(keys: tuple[str, ...], cells: Mapping[str, Any], answered: bool) -> Chat:

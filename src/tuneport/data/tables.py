@@ -157,11 +157,7 @@ def _texts(
                 raise DataError(f"{key} of row {row + 1} of {path} is {type(cell).__name__}; expected text.")
     if len(keys) == 1:
         return LazySequence(rows, columns[keys[0]].__getitem__)
-    return LazySequence(rows, partial(_together, [columns[key] for key in keys]))
-
-
-def _together(columns: Sequence[Sequence[Any]], row: int) -> tuple[Any, ...]:
-    return tuple(column[row] for column in columns)
+    return LazySequence(rows, lambda row: tuple(columns[key][row] for key in keys))
 
 
 def _words(column: Sequence[Any], path: Path, row: int) -> str:

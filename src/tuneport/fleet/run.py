@@ -71,7 +71,10 @@ def upgrade_lines(lines: Sequence[Line], inputs: UpgradeInputs, events: Events |
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{folder} cannot be written: {error.strerror}. Choose another `out`.") from error
-        waiting = sorted((line for line in lines if line.number not in rows), key=_bases)
+        waiting = sorted(
+            (line for line in lines if line.number not in rows),
+            key=lambda line: (line.inputs.target, line.inputs.source, line.config.device, line.config.dtype),
+        )
         events.plan(len(waiting))
         events.step(f"{len(rows)} of {len(lines)} are done already" if rows else "opening models")
         saved = started
@@ -140,11 +143,6 @@ def _clear(line: Line) -> None:
     """Remove what a killed process has left beside the output; what it has saved to continue stays."""
     with suppress(CheckpointError), claimed(line.out):
         pass
-
-
-def _bases(line: Line) -> tuple[str, ...]:
-    """What a worker must have open for a line."""
-    return line.inputs.target, line.inputs.source, line.config.device, line.config.dtype
 
 
 def _done(lines: Sequence[Line], folder: Path, inputs: UpgradeInputs) -> Iterator[Row]:

@@ -71,12 +71,6 @@ def check_new_file(
     check_space(Path(out), needed_bytes)
 
 
-def check_absent(out: PathLike, overwrite: bool = False) -> None:
-    """Raise a CheckpointError if `out` exists and must not be replaced."""
-    if os.path.lexists(out) and not overwrite:
-        raise CheckpointError(f"{out} exists already. Choose another name or pass `overwrite=True`.")
-
-
 def check_space(out: Path, needed_bytes: int) -> None:
     """Raise a CheckpointError unless as many bytes are free on the disk of `out`."""
     free = shutil.disk_usage(_nearest(out)).free
@@ -147,8 +141,9 @@ def _check_path(out: Path, overwrite: bool, *, folder: bool) -> None:
         raise CheckpointError(
             f"{name} has a byte that is not UTF-8, as a run record needs. Choose another name."
         ) from None
-    check_absent(out, overwrite)
     if os.path.lexists(out):
+        if not overwrite:
+            raise CheckpointError(f"{out} exists already. Choose another name or pass `overwrite=True`.")
         if out.is_symlink():
             raise CheckpointError(f"{out} is a symbolic link and is not overwritten. Give the {kind} itself.")
         if not (out.is_dir() if folder else out.is_file()):

@@ -207,7 +207,7 @@ def _ways_of(code: Any, argument: Any) -> float:
         inner = _ways(part)
         if most <= 1:
             return inner + float(least == 0)
-        if inner == 1 and not _can_be_empty(part):
+        if inner == 1 and part.getwidth()[0] > 0:
             return float(max(min(most, _DIGITS if _is_digit(part) else most) - least, 0) + 1)
         return float("inf")
     if code is codes.BRANCH:
@@ -222,10 +222,6 @@ def _ways_of(code: Any, argument: Any) -> float:
     if code is codes.GROUPREF_EXISTS:
         return sum(_ways(part) for part in argument[1:] if part is not None)
     return 1.0
-
-
-def _can_be_empty(part: Any) -> bool:
-    return bool(part.getwidth()[0] == 0)
 
 
 def _is_digit(part: Any) -> bool:

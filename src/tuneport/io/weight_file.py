@@ -64,7 +64,10 @@ class SafetensorsFile:
                     f"{path} is refused: a file of weights may have {_LARGEST_HEADER} bytes of header."
                 )
             safe_open(str(path), framework="pt")  # checks the header
-            header = self._parse(content)
+            try:
+                header: dict[str, Any] = parse_json(content)
+            except ValueError as error:
+                raise CheckpointError(f"{path} is refused: its header cannot be read: {brief(error)}.") from error
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.specs = {name: self._spec(name, entry) for name, entry in header.items()}
         self._offsets = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
@@ -80,13 +83,6 @@ class SafetensorsFile:
             if file.readinto(content.numpy().data) != len(content):
                 raise OSError(f"{name} is cut off")
         return content.view(spec.dtype).reshape(spec.shape)
-
-    def _parse(self, content: bytes) -> dict[str, Any]:
-        try:
-            header: dict[str, Any] = parse_json(content)
-        except ValueError as error:
-            raise CheckpointError(f"{self.path} is refused: its header cannot be read: {brief(error)}.") from error
-        return header
 
     def _spec(self, name: str, entry: Mapping[str, Any]) -> TensorSpec:
         if len(entry["shape"]) > _MOST_DIMENSIONS:

@@ -230,7 +230,8 @@ def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
     blocks of the product, so that no second matrix of the sum's size is needed.
     """
     halves = are_half(source.dtype, target.dtype)
-    tensor_cores = halves and _on_tensor_cores(source, target)
+    on_cuda = source.device.type == "cuda" and torch.version.hip is None and torch.__version__ >= "2.8"
+    tensor_cores = halves and on_cuda and source.dtype == target.dtype
     size = TENSOR_PIECE if tensor_cores else PIECE
     if total.device.type == "cpu":
         size = HALF_PIECE_ON_CPU if halves else PIECE_ON_CPU
@@ -247,11 +248,6 @@ def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
             total[start : start + rows] += (
                 torch.mm(columns, y, out_dtype=torch.float32) if tensor_cores else torch.mm(columns, y)
             )
-
-
-def _on_tensor_cores(x: Tensor, y: Tensor) -> bool:
-    """Whether this torch multiplies half-precision numbers into float32 sums on their device."""
-    return x.device.type == "cuda" and torch.version.hip is None and x.dtype == y.dtype and torch.__version__ >= "2.8"
 
 
 def _block(device: torch.device) -> int:

@@ -88,11 +88,6 @@ def _escaped(text: Any) -> str:
     return re.sub(r"([\\`*_{}\[\]|#~])", r"\\\1", html.escape(_plain_name(text), quote=False))
 
 
-def _span(text: Any) -> Markup:
-    """Text as a code span; backticks and table bars are replaced."""
-    return Markup("`" + _plain_name(text).replace("`", "'").replace("|", "/") + "`")
-
-
 _ENVIRONMENT = Environment(
     loader=PackageLoader(__package__, ""),
     finalize=_escaped,
@@ -100,5 +95,5 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     keep_trailing_newline=True,
 )
-_ENVIRONMENT.filters["span"] = _span
+_ENVIRONMENT.filters["span"] = lambda text: Markup("`" + _plain_name(text).replace("`", "'").replace("|", "/") + "`")
 _ENVIRONMENT.filters["line"] = lambda text: Markup(_plain_name(text))  # of a code block

@@ -43,7 +43,7 @@ def report_page(record: Record) -> str:
         done_rows=[row for row in summary_rows(record) if row[0] in DONE],
         class_tracks=_class_tracks(record.get("by_class") or ()),
         scale_curve=_scale_curve(record),
-        shares=_shares(record),
+        shares=[(kind, 100 * part) for kind, part in (("moved", record.get("moved_share", 0.0)), *left_shares(record))],
         layer_maps=_layer_maps(record["layers"]),
         spectra=_spectra(record["layers"]),
         layer_columns=list(LAYER_COLUMNS.values()),
@@ -89,14 +89,6 @@ def _scale_curve(record: Record) -> Figure | None:
     return curves(
         "Mean loss by scale, lower is better", losses, labels, x_label="scale", at=scales or None, marked=marked
     )
-
-
-def _shares(record: Record) -> list[tuple[str, float]]:
-    """The parts of the change: what moved, and what was left behind by kind, in percent of the squared norm."""
-    return [
-        ("moved", 100 * record.get("moved_share", 0.0)),
-        *((kind, 100 * part) for kind, part in left_shares(record)),
-    ]
 
 
 def _distilled_curves(found: Mapping[str, Any] | None) -> list[Figure]:

@@ -35,9 +35,10 @@ def number_text(value: float | None, form: str = "") -> str:
 
 def summary_rows(record: Record) -> list[tuple[str, str]]:
     """The transfer in a few rows of label and text."""
-    layers = record["layers"]
+    layers, choice = record["layers"], record.get("scale_choice")
+    chosen = f", chosen by {choice['rule']} on {choice['samples']} samples" if choice else ""
     rows = [
-        ("method", f"{record['method']}, {scale_words(record)}"),
+        ("method", f"{record['method']}, scale {record['scale']:g}{chosen}"),
         ("samples", ", ".join(filter(None, (str(record["samples"]), label_words(record))))),
     ]
     if "head" in record:
@@ -98,13 +99,6 @@ def _changed_words(record: Record) -> str:
     return (
         "the head changed; all other tensors stay as they were" if "head" in record else "every tensor stays as it was"
     )
-
-
-def scale_words(record: Record) -> str:
-    """The scale, and the rule that chose it."""
-    choice = record.get("scale_choice")
-    chosen = f", chosen by {choice['rule']} on {choice['samples']} samples" if choice else ""
-    return f"scale {record['scale']:g}{chosen}"
 
 
 def score_rows(record: Record) -> list[tuple[str, str]]:

@@ -99,9 +99,6 @@ def collect(
     """Collect texts until there are enough or the rounds are used up.
 
     Args:
-        generator: writes the texts.
-        prompts: what it is asked.
-        goal: how many are wanted.
         answer: the teacher's answers to texts; None if texts are their own answers.
         filters: of texts; form and near duplicates unless given.
         judges: filters of texts with their answers: the teacher's doubt, a probe.

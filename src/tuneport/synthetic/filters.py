@@ -78,7 +78,11 @@ class Form:
         low, high = UNTOLD_PASSAGE if prompts.passages else UNTOLD
         low, high = (min(lengths) // 2, max(lengths) * 2) if lengths else (low, high)
         marks = frozenset(seed[-1] for seed in seeds)
-        punctuated = len(seeds) > 1 and not prompts.passages and all(_is_mark(mark) for mark in marks)
+        punctuated = (
+            len(seeds) > 1
+            and not prompts.passages
+            and all(unicodedata.category(mark).startswith("P") for mark in marks)
+        )
         endings = marks if punctuated else frozenset()
         markup = any(TAG.search(seed) for seed in seeds)
         return cls(max(low, 1), high, prompts.one_line, not prompts.passages, markup, endings, prompts.headers)
@@ -109,10 +113,6 @@ class Form:
         runs = {words[at : at + ECHO] for at in range(len(words) - ECHO + 1)}
         told = [words_of(header) for header in self.headers] if runs else []
         return any(header[at : at + ECHO] in runs for header in told for at in range(len(header) - ECHO + 1))
-
-
-def _is_mark(character: str) -> bool:
-    return unicodedata.category(character).startswith("P")
 
 
 BLOCK = 256  # texts that are compared with all others at a time

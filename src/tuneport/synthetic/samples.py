@@ -6,7 +6,7 @@ in the own samples or given as a template. The generator writes only what differ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,20 +105,12 @@ def _prefix(texts: Sequence[str]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """The old model: its base, and a context in which it has its fine-tune; `names` are a classifier's classes.
+    """The old model."""
 
-    `classify` gives the number of the class of each text.
-    """
-
-    model: Model
-    tuned: Any  # () -> context
-    names: Sequence[str] = ()
-    classify: Any = None
-
-    def with_tune(self) -> AbstractContextManager[None]:
-        """A context in which the model has its fine-tune."""
-        found: AbstractContextManager[None] = self.tuned()
-        return found
+    model: Model  # its base
+    tuned: Callable[[], AbstractContextManager[None]]  # gives a context in which it has its fine-tune
+    names: Sequence[str] = ()  # the classes of a classifier
+    classify: Any = None  # gives the number of the class of each text
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,15 +150,10 @@ def write_samples(
     state: TextState | None = None,
     events: Events | None = None,
 ) -> WrittenSamples:
-    """Let a generator write samples of a task, and the teacher answer them.
+    """Let a generator write samples of a task, and the teacher answer them; passages the teacher writes itself.
 
-    Args:
-        teacher: answers; passages it writes itself.
-        generator: writes.
-        task: what is known.
-        test: texts of a test split, which are compared with what was written, and nothing else.
-        state: keeps the state of the run, and gives back that of a killed one.
-        events: listens to the run.
+    `test` are texts of a test split, which are compared with what was written, and nothing else. `state` keeps the
+    state of the run, and gives back that of a killed one.
 
     Raises:
         DataError: what is known of the task cannot bring it.
@@ -188,7 +175,7 @@ def write_samples(
         return Dataset(samples, None, (), answers="data" if teacher.classify is not None else "none")
 
     def answer(texts: Sequence[str]) -> list[str]:
-        with teacher.with_tune():
+        with teacher.tuned():
             if teacher.classify is not None:
                 return [teacher.names[place] for place in teacher.classify(asked(texts))]
             return written_answers(teacher.model, asked(texts))
@@ -221,7 +208,8 @@ def write_samples(
     data = asked(found.texts) if not passages else Dataset(list(found.texts), None, ())
     if not passages and teacher.classify is None and not choices:
         data = replace(with_answers(data, list(found.answers or ())), answers="teacher")
-    return WrittenSamples(data, found.texts, found, overlap_of(found.texts, seeds, test), _named(generator.name))
+    name = generator.name if "://" in generator.name else Path(generator.name).name  # without folders; or an address
+    return WrittenSamples(data, found.texts, found, overlap_of(found.texts, seeds, test), name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,13 +223,8 @@ class _Tuned:
         return self.teacher.model.name
 
     def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]:
-        with self.teacher.with_tune():
+        with self.teacher.tuned():
             return LocalGenerator(self.teacher.model).write(prompts, sampling, advance)
-
-
-def _named(generator: str) -> str:
-    """The name of a generator without the folders that hold it; a server is named by its address."""
-    return generator if "://" in generator else Path(generator).name
 
 
 def _choices(own: Dataset | None) -> tuple[str, ...]:
@@ -259,7 +242,7 @@ def _doubt(teacher: Teacher, asked: Any, seeds: Sequence[str], answers: Sequence
         return answer_likelihoods(teacher.model, with_answers(asked(texts), [one or " ." for one in given]))
 
     def tuned(texts: Sequence[str], given: Sequence[str]) -> NDArray[np.floating]:
-        with teacher.with_tune():
+        with teacher.tuned():
             return likelihood(texts, given)
 
     known = [(seed, answer) for seed, answer in zip(seeds, answers, strict=True) if answer]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import add
 
@@ -48,7 +48,11 @@ def merge(
     total = reduce(add, (vector * factor for vector, factor in zip(vectors, factors, strict=True)))
     if rule == "sum":
         return total
-    combine = _combination(rule)
+    try:
+        from peft.utils import merge_utils
+    except ImportError as error:
+        raise TuneportError(f'rule {rule} needs peft: pip install "tuneport[adapters]".') from error
+    combine = {"ties": merge_utils.ties, "dare": merge_utils.dare_linear, "dare-ties": merge_utils.dare_ties}[rule]
 
     def merged(name: str) -> Tensor:
         parts = [vector.dense(name) if name in vector else torch.zeros(total.shape(name)) for vector in vectors]
@@ -58,11 +62,3 @@ def merge(
             return combine(parts, torch.tensor(factors), density)
 
     return TaskVector(LazyMapping(total, merged), lambda name: TensorSpec(total.shape(name), total.dtype(name)))
-
-
-def _combination(rule: str) -> Callable[[list[Tensor], Tensor, float], Tensor]:
-    try:
-        from peft.utils import merge_utils
-    except ImportError as error:
-        raise TuneportError(f'rule {rule} needs peft: pip install "tuneport[adapters]".') from error
-    return {"ties": merge_utils.ties, "dare": merge_utils.dare_linear, "dare-ties": merge_utils.dare_ties}[rule]

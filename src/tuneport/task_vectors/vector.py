@@ -36,7 +36,7 @@ class TaskVector(LazyMapping[Entry]):
     >>> (0.5 * vector).apply_to(base)["w"]
     tensor([0.5000, 1.0000])
 
-    Nothing is cached: an entry of `a + b` is computed on each access. `materialise` computes all entries.
+    Nothing is cached: an entry of `a + b` is computed on each access.
     """
 
     holder = "the task vector"
