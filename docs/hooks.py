@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import re
+from dataclasses import MISSING
 from typing import Any
 
 from tuneport.cli import COMMANDS
 from tuneport.cli.command import declared_by
-from tuneport.config import reference
+from tuneport.config import Declared, flags_of
+
+
+def reference(*classes: type[Declared]) -> str:
+    """A Markdown table of all options of these classes, for the reference page."""
+    lines = ["| option | default | what it does |", "|---|---|---|"]
+    for cls in classes:
+        for item, about in cls.options():
+            name = item.name if about.python else f"`{', '.join(flags_of(item, about))}`"
+            name = f"`{item.name.upper()}`" if about.argument else name
+            shown = "required" if item.default is MISSING else "" if item.default in (None, ()) else f"`{item.default}`"
+            more = " (Python only)" if about.python else ""
+            lines.append(f"| {name} | {shown} | {about.help}{more} |".replace("|tau|", "\\|tau\\|"))
+    return "\n".join(lines)
 
 
 def option_tables() -> dict[str, str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -22,7 +24,6 @@ from tuneport.config import (
     TransferInputs,
     UpgradeConfig,
     option,
-    reference,
     repeat_command,
 )
 from tuneport.errors import OptionError, TuneportError
@@ -64,6 +65,7 @@ class TestOneField:
         config = Extended.of(warmth=4)
         assert config.to_json()["warmth"] == 4
         assert repeat_command("transfer", INPUTS, config).endswith("--warmth 4")
+        reference = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "hooks.py"))["reference"]
         assert "| `--warmth` | `3` | How warm it is. |" in reference(Extended)
 
     def test_in_the_checks(self) -> None:

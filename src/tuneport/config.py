@@ -830,16 +830,3 @@ def check_adapter_options(config: TransferConfig | MergeConfig) -> None:
         raise OptionError("pass either `rank` or `energy` for an adapter, not both.")
     if config.energy is not None and not 0 < config.energy <= 1:
         raise OptionError(f"`energy` must be above 0 and at most 1, got {config.energy:g}.")
-
-
-def reference(*classes: type[Declared]) -> str:
-    """A Markdown table of all options of these classes, for the reference page."""
-    lines = ["| option | default | what it does |", "|---|---|---|"]
-    for cls in classes:
-        for item, about in cls.options():
-            name = item.name if about.python else f"`{', '.join(flags_of(item, about))}`"
-            name = f"`{item.name.upper()}`" if about.argument else name
-            shown = "required" if item.default is MISSING else "" if item.default in (None, ()) else f"`{item.default}`"
-            more = " (Python only)" if about.python else ""
-            lines.append(f"| {name} | {shown} | {about.help}{more} |".replace("|tau|", "\\|tau\\|"))
-    return "\n".join(lines)
