@@ -13,10 +13,99 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import TypeAdapter
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import NotRequired, TypedDict  # pydantic reads no other before Python 3.12
 
 from tuneport.config import Config, DistillConfig, TransferConfig
-from tuneport.report.record import Count, Data, Digest, Input, Keywords, PreparedRecord, Versions
+
+
+class Keywords:
+    """JSON Schema keywords of an annotated type."""
+
+    def __init__(self, **keywords: Any) -> None:
+        self.keywords = keywords
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(schema), **self.keywords}
+
+
+Count = Annotated[int, Keywords(minimum=0)]
+Digest = Annotated[str, Keywords(pattern="^[0-9a-f]{64}$")]
+Digests = Annotated[dict[str, Digest], Keywords(description="SHA-256 by file name, relative to the path.")]
+Dtype = Annotated[str, Keywords(enum=["float32", "float64", "bfloat16", "float16"])]
+
+
+class Versions(TypedDict):
+    torch: str
+    transformers: str
+    safetensors: str
+    numpy: str
+    python: str
+
+
+class AdapterInput(TypedDict):
+    rank: int | None
+    base_model: str | None
+    task_type: str | None
+
+
+class Input(TypedDict):
+    name: str
+    path: NotRequired[str]
+    revision: NotRequired[str]
+    license: NotRequired[str | None]
+    sha256: NotRequired[Digests]
+    adapter: NotRequired[AdapterInput]
+    parts: NotRequired[list[Input]]
+
+
+class Labels(TypedDict):
+    by: Literal["source"]
+    agreement: Annotated[float, Keywords(minimum=0, maximum=1)] | None
+
+
+class Data(TypedDict):
+    name: str | None
+    path: NotRequired[str]
+    revision: NotRequired[str]
+    sha256: NotRequired[Digests]
+    split: NotRequired[str]
+    classes: NotRequired[Count]
+    indices: NotRequired[list[Count]]
+    task: NotRequired[str]
+    heads: NotRequired[list[str]]
+    labels: NotRequired[Labels]
+    protocol: NotRequired[Annotated[str, Keywords(description="How `tuneport evaluate` scores the test split.")]]
+
+
+class Resolved(TypedDict):
+    """What options became: the device and dtype that models ran in, and the name of the objective."""
+
+    device: str
+    dtype: Dtype
+    loss: str | None
+
+
+class Blocks(TypedDict):
+    source: dict[str, Count]
+    target: dict[str, Count]
+
+
+class PreparedRecord(TypedDict):
+    """The record of a transfer before anything has run."""
+
+    tuneport: str
+    command: Literal["transfer", "distill", "upgrade"]
+    options: dict[str, Any]  # the fields of the command's config
+    resolved: Resolved
+    source: Input
+    finetuned: Input
+    target: Input
+    data: Data
+    versions: Versions
+    blocks: Blocks
+    tokens: NotRequired[dict[str, float]]
+    notes: NotRequired[list[str]]
+
 
 Seconds = Annotated[float, Keywords(minimum=0)]
 Share = Annotated[float, Keywords(minimum=0, maximum=1, description="Of the squared norm of the change.")]

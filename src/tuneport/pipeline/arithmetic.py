@@ -34,7 +34,7 @@ from ..models.open import open_model, open_stored, path_of
 from ..outputs import AdapterOutput, Update, output_of
 from ..outputs.adapter import adapter_entry
 from ..report.provenance import files_identity, identity_of, package_version, versions
-from ..report.record import Input, to_json, write_record
+from ..report.record import to_json, write_record
 from ..task_vectors.lora_convert import as_lora
 from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter, write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights
@@ -161,7 +161,7 @@ def other_base_note(vector: str | Path, base: str | Path) -> str:
     return ""
 
 
-def base_identity(base: Path) -> Input:
+def base_identity(base: Path) -> dict[str, Any]:
     """The name and the SHA-256 of the weights of a base."""
     return files_identity(base, getattr(open_stored(base).tensors, "files", ()))
 

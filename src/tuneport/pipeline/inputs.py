@@ -50,7 +50,6 @@ from ..models.open import dtype_on, open_both, pick_device, pick_dtype, slow_not
 from ..models.weights import finetuned
 from ..pairing import Plan
 from ..processes import divided
-from ..report import record as records
 from ..report.provenance import base_note, identity_of, package_version, versions
 from ..report.record import to_json
 from ..task_vectors.lora_format import Adapter
@@ -315,14 +314,14 @@ def describe_inputs(
     change: Change,
     plan: Plan,
     calibration: Calibration,
-    drawn: records.Data,
+    drawn: dict[str, Any],
     config: MeasureConfig,
-) -> records.PreparedRecord:
+) -> dict[str, Any]:
     """Describe a transfer before anything has run: options, inputs and their SHA-256, versions, notes for the user."""
     device = pick_device(config.device)
     opened = [model.module if model.weights.folder is None else model.name for model in models]
     dtype, dtype_note = dtype_on(device, config.dtype, *opened)
-    record: records.PreparedRecord = {
+    record: dict[str, Any] = {
         "tuneport": package_version("tuneport"),
         "command": "transfer",
         "options": config.to_json(),
@@ -355,7 +354,7 @@ def describe_inputs(
     return record
 
 
-def _identity_of_parts(change: Change) -> records.Input:
+def _identity_of_parts(change: Change) -> dict[str, Any]:
     """The identity of the fine-tune, or of several whose changes are added."""
     inputs = [identity_of(part) for part in change.parts]
     if len(inputs) == 1:

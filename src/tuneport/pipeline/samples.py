@@ -30,7 +30,6 @@ from ..models.base import Model
 from ..models.change import Change
 from ..models.heads import Head, choose_head
 from ..models.open import pick_device, runnable
-from ..report import record as records
 from ..report.provenance import data_identity
 from ..types import Loss, Sides, Signal
 
@@ -51,7 +50,7 @@ def draw_samples(
     signals: frozenset[Signal],
     *,
     scored: bool | None = False,
-) -> tuple[Calibration, records.Data]:
+) -> tuple[Calibration, dict[str, Any]]:
     """Read the training split once, draw samples, and choose the objective, the losses and the heads.
 
     Args:
@@ -251,7 +250,7 @@ def _losses(models: Sides[Model], question: _Question, signals: frozenset[Signal
 
 def _draw(
     given: _Given, question: _Question, models: Sides[Model], config: MeasureConfig
-) -> tuple[Samples, records.Data]:
+) -> tuple[Samples, dict[str, Any]]:
     """Draw the samples, and describe them for the record."""
     dataset, place = question.dataset, given.place
     if dataset is None or question.objective is None:
@@ -281,7 +280,7 @@ def _draw(
 
 def label_samples(
     source: Model, change: Change, calibration: Calibration, labels: str | None
-) -> tuple[Calibration, records.Labels | None]:
+) -> tuple[Calibration, dict[str, Any] | None]:
     """Give the samples the scores that a head is fitted to, and the labels of the fine-tuned source if it labels them.
 
     Args:

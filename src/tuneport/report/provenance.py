@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from huggingface_hub import metadata_load
 from torch import nn
@@ -27,16 +27,14 @@ from ..models.heads import Head
 from ..models.open import open_stored
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
-from .record import Data, Input, Versions
 
 LARGEST_CARD = 2**18  # bytes of a model card that is searched for a licence
 
 
-def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
+def identity_of(model: ModelLike | Adapter | TaskVector) -> dict[str, Any]:
     """The name and path of a model and the SHA-256 of each of its files."""
-    identity: Input
     if isinstance(model, Adapter):
-        identity = files_identity(model.name, model.files) if model.files else {"name": model.name}
+        identity: dict[str, Any] = files_identity(model.name, model.files) if model.files else {"name": model.name}
         rank, base, task = (model.config.get(key) for key in ("r", "base_model_name_or_path", "task_type"))
         identity["adapter"] = {"rank": rank, "base_model": base, "task_type": getattr(task, "value", task)}
         return identity
@@ -68,7 +66,7 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> Input:
     return identity
 
 
-def files_identity(path: str | Path, files: Iterable[Path]) -> Input:
+def files_identity(path: str | Path, files: Iterable[Path]) -> dict[str, Any]:
     """The name of a folder or file, and the SHA-256 of the given files by their bare names."""
     digests = {Path(name).name: digest for name, digest in file_digests(files).items()}
     return {"name": Path(path).absolute().name, "path": str(path), "sha256": digests}
@@ -93,9 +91,9 @@ def _licence(card: Path) -> str | None:
 
 def data_identity(
     data: Any, dataset: Dataset | None = None, indices: Any = None, heads: tuple[Head, ...] | None = None
-) -> Data:
+) -> dict[str, Any]:
     """The name and path of the data and the SHA-256 of the files that were read."""
-    identity: Data = {"name": dataset.name if dataset is not None else None}
+    identity: dict[str, Any] = {"name": dataset.name if dataset is not None else None}
     if isinstance(data, (str, Path)):
         path = Path(data)
         identity["path"] = str(data)
@@ -114,10 +112,10 @@ def data_identity(
     return identity
 
 
-def versions() -> Versions:
+def versions() -> dict[str, str]:
     """The versions of the packages that a result depends on, and of Python."""
     names = ("torch", "transformers", "safetensors", "numpy")
-    return cast(Versions, {name: package_version(name) for name in names} | {"python": platform.python_version()})
+    return {name: package_version(name) for name in names} | {"python": platform.python_version()}
 
 
 def package_version(package: str) -> str:
