@@ -39,36 +39,26 @@ if TYPE_CHECKING:
     from .task_vectors.vector import load_task_vector as load_task_vector
     from .types import Events as Events
 
-_HOME = {  # public name -> module
-    "BilinearAlignment": "methods",
-    "DistillConfig": "config",
-    "EvaluateConfig": "config",
-    "Events": "types",
-    "LayerPair": "pairing",
-    "METHODS": "methods",
-    "Method": "methods",
-    "Problem": "methods",
-    "Result": "pipeline.result",
-    "TaskVector": "task_vectors.vector",
-    "Transfer": "methods",
-    "TransferConfig": "config",
-    "TuneportError": "errors",
-    "apply": "pipeline.arithmetic",
-    "distill": "pipeline.distill",
-    "evaluate": "pipeline.evaluate",
-    "extract": "pipeline.arithmetic",
-    "find_layers": "layers",
-    "get_method": "methods",
-    "load_task_vector": "task_vectors.vector",
-    "merge": "pipeline.arithmetic",
-    "open_model": "models.open",
-    "pair_layers": "pairing",
-    "plan": "pipeline.estimate",
-    "read_data": "data.tasks",
-    "transfer": "pipeline.transfer",
-    "upgrade": "pipeline.upgrade",
-    "upgrade_all": "fleet.run",
+_NAMES = {  # the public names of each module
+    "config": "DistillConfig EvaluateConfig TransferConfig",
+    "data.tasks": "read_data",
+    "errors": "TuneportError",
+    "fleet.run": "upgrade_all",
+    "layers": "find_layers",
+    "methods": "BilinearAlignment METHODS Method Problem Transfer get_method",
+    "models.open": "open_model",
+    "pairing": "LayerPair pair_layers",
+    "pipeline.arithmetic": "apply extract merge",
+    "pipeline.distill": "distill",
+    "pipeline.estimate": "plan",
+    "pipeline.evaluate": "evaluate",
+    "pipeline.result": "Result",
+    "pipeline.transfer": "transfer",
+    "pipeline.upgrade": "upgrade",
+    "task_vectors.vector": "TaskVector load_task_vector",
+    "types": "Events",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = list(_HOME)
 

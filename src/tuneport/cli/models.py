@@ -6,18 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config import (
-    ApplyConfig,
-    ApplyInputs,
-    DistillConfig,
-    DistillInputs,
-    EvaluateConfig,
-    EvaluateInputs,
-    ExtractConfig,
-    ExtractInputs,
-    MergeConfig,
-    MergeInputs,
-)
+from .. import config as options
 from ..errors import TuneportError
 from .terminal import Bar, emit_json, listening, note, say, show
 from .transfer import print_next
@@ -26,7 +15,7 @@ if TYPE_CHECKING:
     from ..measure.accuracy import Evaluation
 
 
-def extract(inputs: ExtractInputs, config: ExtractConfig, json: bool) -> None:
+def extract(inputs: options.ExtractInputs, config: options.ExtractConfig, json: bool) -> None:
     """Write the task vector: fine-tuned minus base, one safetensors file."""
     from ..pipeline.arithmetic import extract_to_file
 
@@ -38,7 +27,7 @@ def extract(inputs: ExtractInputs, config: ExtractConfig, json: bool) -> None:
         say(f"{done['tensors']} tensors, norm {done['norm']:.4g}, written to {inputs.out}")
 
 
-def apply(inputs: ApplyInputs, config: ApplyConfig, json: bool) -> None:
+def apply(inputs: options.ApplyInputs, config: options.ApplyConfig, json: bool) -> None:
     """Write base + scale * task vector as a model folder."""
     from ..pipeline.arithmetic import apply
     from ..task_vectors.vector import load_task_vector
@@ -51,7 +40,7 @@ def apply(inputs: ApplyInputs, config: ApplyConfig, json: bool) -> None:
         say(f"written to {inputs.out}")
 
 
-def merge(inputs: MergeInputs, config: MergeConfig, json: bool) -> None:
+def merge(inputs: options.MergeInputs, config: options.MergeConfig, json: bool) -> None:
     """Merge fine-tunes of one base into one: a task vector, an adapter or a model."""
     from ..pipeline.arithmetic import merge
 
@@ -63,7 +52,7 @@ def merge(inputs: MergeInputs, config: MergeConfig, json: bool) -> None:
         say(f"{len(inputs.finetuned)} fine-tunes, {record['tensors']} tensors, written to {inputs.out}")
 
 
-def distill(inputs: DistillInputs, config: DistillConfig, json: bool) -> None:
+def distill(inputs: options.DistillInputs, config: options.DistillConfig, json: bool) -> None:
     """Let a fine-tuned model teach another one, without labels, and write the student."""
     from ..pipeline.distill import distill_to_folder
     from ..processes import processes
@@ -82,7 +71,7 @@ def distill(inputs: DistillInputs, config: DistillConfig, json: bool) -> None:
     print_next(record)
 
 
-def evaluate(inputs: EvaluateInputs, config: EvaluateConfig, json: bool) -> None:
+def evaluate(inputs: options.EvaluateInputs, config: options.EvaluateConfig, json: bool) -> None:
     """Score models: with their head or by a linear probe; a language model by its loss or its likeliest answers."""
     from ..pipeline.evaluate import evaluate
     from ..processes import processes
@@ -111,7 +100,7 @@ def evaluate(inputs: EvaluateInputs, config: EvaluateConfig, json: bool) -> None
         _print_classes(found)
 
 
-def _ask(prompt: str, inputs: EvaluateInputs, config: EvaluateConfig, json: bool) -> None:
+def _ask(prompt: str, inputs: options.EvaluateInputs, config: options.EvaluateConfig, json: bool) -> None:
     """Print the answers of the models to one prompt, side by side."""
     from ..pipeline.evaluate import ask
 

@@ -8,18 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median_high
 from typing import Any
 
-from ..config import (
-    Config,
-    Declared,
-    DistillConfig,
-    DistillInputs,
-    EvaluateConfig,
-    EvaluateInputs,
-    TransferConfig,
-    TransferInputs,
-    UpgradeConfig,
-)
-from ..config import repeat_command as command_line
+from .. import config as options
 from ..errors import TuneportError
 from .record import Record
 
@@ -260,17 +249,17 @@ def repeat_command(record: Record, **changes: Any) -> str | None:
     try:
         if record.get("command") == "distill":
             base = None if places["source"] == tuned[0] else places["source"]
-            inputs: Declared = DistillInputs(
+            inputs: options.Declared = options.DistillInputs(
                 finetuned=tuned[0], target=places["target"], data=place or "", out=out, source=base
             )
-            config: Config = DistillConfig.from_json({**record.get("options", {}), **changes})
+            config: options.Config = options.DistillConfig.from_json({**record.get("options", {}), **changes})
         else:
-            inputs = TransferInputs(
+            inputs = options.TransferInputs(
                 source=places["source"], finetuned=tuned, target=places["target"], data=place, out=out
             )
-            kind = UpgradeConfig if record.get("command") == "upgrade" else TransferConfig
+            kind = options.UpgradeConfig if record.get("command") == "upgrade" else options.TransferConfig
             config = kind.from_json({**record.get("options", {}), **changes})
-        return command_line(record.get("command", "transfer"), inputs, config)
+        return options.repeat_command(record.get("command", "transfer"), inputs, config)
     except TuneportError:
         return None
 
@@ -278,7 +267,9 @@ def repeat_command(record: Record, **changes: Any) -> str | None:
 def evaluate_command(record: Record, out: str, data: str) -> str:
     """The command that scores an output on data, with the options of the run that an evaluation has too."""
     known = {key: value for key, value in record.get("options", {}).items() if key in ("head", "columns", "max_length")}
-    return command_line("evaluate", EvaluateInputs(model=(out,), data=data), EvaluateConfig.from_json(known))
+    return options.repeat_command(
+        "evaluate", options.EvaluateInputs(model=(out,), data=data), options.EvaluateConfig.from_json(known)
+    )
 
 
 def data_reference(record: Record) -> str | None:

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,9 +132,13 @@ class NearDuplicates:
 
     def reasons(self, candidates: Sequence[Candidate], kept: Sequence[str]) -> Reasons:
         """Why each text is no new one."""
+        from sklearn.feature_extraction.text import CountVectorizer
+
         texts = [*self.seeds, *kept, *(candidate.text for candidate in candidates)]
         first = len(texts) - len(candidates)
-        rows = self._rows(texts)
+        if not texts:
+            return []
+        rows = CountVectorizer(analyzer=self._pieces, dtype=np.int32).fit_transform(texts)  # (texts, runs of letters)
         sizes = np.diff(rows.indptr)
         alive = np.ones(len(texts), dtype=bool)
         found: Reasons = []
@@ -149,19 +153,10 @@ class NearDuplicates:
                 found.append(None if alive[place] else "like a seed" if like_seed else "like another")
         return found
 
-    def _rows(self, texts: Sequence[str]) -> Any:
-        """A sparse matrix with a row for each text and a column for each run of characters."""
-        from scipy.sparse import csr_matrix
-
-        numbers: dict[str, int] = {}
-        columns: list[int] = []
-        ends = [0]
-        for text in texts:
-            plain = re.sub(r"[\W_]+", " ", text.lower()).strip() or text
-            pieces = {plain[at : at + self.size] for at in range(max(len(plain) - self.size + 1, 1))}
-            columns += sorted(numbers.setdefault(piece, len(numbers)) for piece in pieces)
-            ends.append(len(columns))
-        return csr_matrix((np.ones(len(columns), dtype=np.int32), columns, ends), shape=(len(texts), len(numbers)))
+    def _pieces(self, text: str) -> set[str]:
+        """The different runs of characters of a text."""
+        plain = re.sub(r"[\W_]+", " ", text.lower()).strip() or text
+        return {plain[at : at + self.size] for at in range(max(len(plain) - self.size + 1, 1))}
 
 
 CERTAIN = math.log(0.5)  # mean log-likelihood of an answer that is not doubtful
