@@ -340,12 +340,7 @@ NAMED = partial(
 )
 MAX_LENGTH = partial(option, None, help="Maximum tokens per text (default: 512).", group=SAMPLES, least=2)
 CLASSES = partial(
-    option,
-    None,
-    help="Names of the classes, in the head's order: red,green.",
-    group=TASK,
-    text=WORDS,
-    metavar="LIST",
+    option, None, help="Names of the classes, in the head's order: red,green.", group=TASK, text=WORDS, metavar="LIST"
 )
 HEAD = partial(option, None, help="Zero-shot head: a name in heads/, or a file.", group=TASK, metavar="NAME")
 EXCLUDE = partial(option, (), help="Name pattern of tensors to leave alone; repeatable.", group=TASK, metavar="GLOB")

@@ -40,9 +40,7 @@ def renamed(table: Table, columns: Mapping[str, str], path: Path) -> Table:
     kept = {key: column for key, column in table.columns.items() if key not in (*columns, *columns.values())}
     named = {name: table.columns[own] for name, own in columns.items()}
     return replace(
-        table,
-        columns={**kept, **named},
-        classes=table.classes if columns.get("label", "label") == "label" else None,
+        table, columns={**kept, **named}, classes=table.classes if columns.get("label", "label") == "label" else None
     )
 
 

@@ -36,9 +36,7 @@ class Checkpoint(LazyTensors):
 
     def __init__(self, path: Path, files: Mapping[str, WeightFile], prefix: str = "") -> None:
         super().__init__(
-            sorted(files),
-            lambda name: files[name].read(prefix + name),
-            lambda name: files[name].specs[prefix + name],
+            sorted(files), lambda name: files[name].read(prefix + name), lambda name: files[name].specs[prefix + name]
         )
         self.path = path
         self.holder = str(path)
@@ -162,11 +160,7 @@ def _open_index(index: Path) -> dict[str, WeightFile]:
 
 
 def write_checkpoint(
-    folder: PathLike,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    max_shard_size: int | str = "5GB",
-    stem: str = "model",
+    folder: PathLike, tensors: Mapping[str, torch.Tensor], *, max_shard_size: int | str = "5GB", stem: str = "model"
 ) -> list[Path]:
     """Write tensors as from_pretrained expects them, one at a time, and return the files written.
 

@@ -187,10 +187,7 @@ def _stamp(path: Path, before: tuple[int, ...] | None = None) -> tuple[int, ...]
 
 
 def write_safetensors(
-    path: Path,
-    tensors: Mapping[str, torch.Tensor],
-    specs: Mapping[str, TensorSpec],
-    metadata: Mapping[str, str],
+    path: Path, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> None:
     """Write the tensors that `specs` names to one safetensors file, holding one of them at a time.
 

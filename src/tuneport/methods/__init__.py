@@ -19,10 +19,7 @@ METHODS: dict[str, Method] = {
         summary="the paper's method: layer inputs on one side, output gradients on the other",
     ),
     "bico+": BilinearAlignment(
-        "input",
-        "output_gradient",
-        uses_augmented_inputs=True,
-        summary="bico with changed views of the samples",
+        "input", "output_gradient", uses_augmented_inputs=True, summary="bico with changed views of the samples"
     ),
     "theseus": BilinearAlignment(
         "input", "output", summary="layer inputs and layer outputs; forward passes only, no labels"

@@ -111,12 +111,7 @@ def collect(
     if filters is None:
         filters = (Form.of(prompts), NearDuplicates(prompts.seeds))
     names = [one.name for one in (*filters, *judges)]
-    conditions = {
-        "generator": generator.name,
-        "prompts": asdict(prompts),
-        "goal": asdict(goal),
-        "filters": names,
-    }
+    conditions = {"generator": generator.name, "prompts": asdict(prompts), "goal": asdict(goal), "filters": names}
     saved = by_first(lambda: state.load(conditions)) if state is not None else None
     now = saved or Rounds(goal.temperature)
     while not _complete(now, goal, labels_of(now, prompts)):

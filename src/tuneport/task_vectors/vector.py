@@ -46,10 +46,7 @@ class TaskVector(LazyMapping[Entry]):
 
     @classmethod
     def between(
-        cls,
-        base: Mapping[str, torch.Tensor],
-        finetuned: Mapping[str, torch.Tensor],
-        exclude: Sequence[str] = (),
+        cls, base: Mapping[str, torch.Tensor], finetuned: Mapping[str, torch.Tensor], exclude: Sequence[str] = ()
     ) -> TaskVector:
         """Return `finetuned - base` over their floating-point tensors, without those that match `exclude`.
 

@@ -60,12 +60,7 @@ class Task:
     layouts: tuple[Layout, ...] = ()
 
     def read(
-        self,
-        place: str | Path,
-        split: TaskSplit,
-        *,
-        labelled: bool = True,
-        columns: Mapping[str, str] | None = None,
+        self, place: str | Path, split: TaskSplit, *, labelled: bool = True, columns: Mapping[str, str] | None = None
     ) -> Dataset:
         """Read one split from `place`: the dataset's folder or file, or a folder that holds it under a known name.
 
