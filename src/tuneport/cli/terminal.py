@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
+from typing_extensions import Self
 
 from ..types import Events
 
@@ -130,7 +131,7 @@ class _Bars:
         self._bar = Progress(*columns, console=err_console, transient=transient, disable=not err_console.is_terminal)
         self._told = self._begun = time.monotonic()
 
-    def __enter__(self) -> _Bars:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
@@ -173,24 +174,17 @@ def time_left(spent: float, share: float) -> str:
     return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
 
 
-class Bar(Events):
+class Bar(_Bars, Events):
     """A bar on stderr that follows a run and shows the share of the whole; a context.
 
     A step that has units of the plan is worth them whether it takes fewer samples than it said or more.
     """
 
     def __init__(self, words: str) -> None:
-        self._bars = _Bars(transient=True)
-        self._task = self._bars.add(words, None)
+        super().__init__(transient=True)
+        self._task = self.add(words, None)
         self._before = 0.0  # units of the plan before this step
         self._units, self._count, self._done = 0.0, 0, 0  # of this step: its units, samples, and samples done
-
-    def __enter__(self) -> Bar:
-        self._bars.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bars.__exit__(*error)
 
     def note(self, text: str) -> None:
         note(text)
@@ -205,11 +199,11 @@ class Bar(Events):
             self._count, self._done = int(total), 0
             return
         self._before = 0.0
-        self._bars.begin()
+        self.begin()
         self._show(total=total or None)
 
     def extend(self, units: float) -> None:
-        self._bars.update(self._task, more=units)
+        self.update(self._task, more=units)
 
     def advance(self, count: int) -> None:
         if self._units:
@@ -220,7 +214,7 @@ class Bar(Events):
 
     def _show(self, **changes: Any) -> None:
         share = min(self._done / self._count, 1.0) if self._count else 0.0
-        self._bars.update(self._task, completed=self._before + self._units * share, **changes)
+        self.update(self._task, completed=self._before + self._units * share, **changes)
 
     def mark(self, mark: Any) -> None:
         agreement = f"agreement {100 * mark.agreement:.0f} %"

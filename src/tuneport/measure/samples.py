@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -42,51 +41,8 @@ def by_length(dataset: Dataset, indices: NDArray[np.int64]) -> NDArray[np.int64]
     return np.take(indices, order)
 
 
-class Samples(ABC):
-    """Calibration samples in batches for both models. `len` is the number of samples, 0 where it is not known."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self) or 'an unknown number of'} samples)"
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Any]: ...
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def batch_sizes(self) -> Sequence[int]:
-        """The number of samples in each batch; empty where it is not known."""
-
-    @abstractmethod
-    def take_batches(self, start: int, stop: int | None = None) -> Samples:
-        """The samples of some batches, in the same batches."""
-
-    @abstractmethod
-    def take(self, part: slice | NDArray[np.int64]) -> DatasetSamples:
-        """The samples at these places of the draw, in batches of the same size."""
-
-    @abstractmethod
-    def halves(self) -> tuple[Samples, Samples]:
-        """Two halves, or twice all samples where there are too few: then both are one object."""
-
-    def listed(self) -> Samples:
-        """The same samples, which can be counted and iterated again."""
-        return self
-
-    def views(self, seed: int, copies: int = VIEWS, *, ordered: bool = False) -> Samples | None:
-        """Augmented copies of the samples; None where there are none (own batches, pairs of texts)."""
-        del seed, copies, ordered
-        return None
-
-    @abstractmethod
-    def largest_batch(self) -> PairedBatch | None:
-        """The largest batch, which stands for the others; None where batches can be read only once."""
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class DatasetSamples(Samples):
+class DatasetSamples:
     """Samples drawn from a data set, encoded for both models batch by batch."""
 
     models: Sides[Model]
@@ -96,6 +52,9 @@ class DatasetSamples(Samples):
     size: int
     objective: Objective
 
+    def __repr__(self) -> str:
+        return _words(self)
+
     def __len__(self) -> int:
         return len(self.indices)
 
@@ -104,6 +63,7 @@ class DatasetSamples(Samples):
 
     @property
     def batch_sizes(self) -> Sequence[int]:
+        """The number of samples in each batch; empty where it is not known."""
         return [min(self.size, len(self) - start) for start in range(0, len(self), self.size)]
 
     @property
@@ -111,17 +71,25 @@ class DatasetSamples(Samples):
         """The drawn samples as a data set."""
         return self.dataset.subset(self.indices)
 
+    def listed(self) -> DatasetSamples:
+        """The same samples, which can be counted and iterated again."""
+        return self
+
     def take(self, part: slice | NDArray[np.int64]) -> DatasetSamples:
+        """The samples at these places of the draw, in batches of the same size."""
         return replace(self, indices=self.indices[part])
 
     def take_batches(self, start: int, stop: int | None = None) -> DatasetSamples:
+        """The samples of some batches, in the same batches."""
         return self.take(slice(start * self.size, None if stop is None else stop * self.size))
 
     def halves(self) -> tuple[DatasetSamples, DatasetSamples]:
+        """Two halves, or twice all samples where there are too few: then both are one object."""
         count = first_half(len(self))
         return (self, self) if count == len(self) else (self.take(slice(count)), self.take(slice(count, None)))
 
     def views(self, seed: int, copies: int = VIEWS, *, ordered: bool = False) -> DatasetSamples | None:
+        """Augmented copies of the samples; None where there are none (own batches, pairs of texts)."""
         chosen = self.chosen
         if not len(self) or (chosen.kind != "image" and not isinstance(chosen.inputs[0], str)):
             return None
@@ -130,6 +98,7 @@ class DatasetSamples(Samples):
         return replace(self, dataset=more, indices=np.arange(copies * len(chosen)))
 
     def largest_batch(self) -> PairedBatch | None:
+        """The largest batch, which stands for the others; None where batches can be read only once."""
         return next(iter(self.take_batches(0, 1)), None)
 
     def warnings(self, one_token: bool = False) -> Iterator[str]:
@@ -186,10 +155,16 @@ class DatasetSamples(Samples):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class UserBatches(Samples):
-    """Batches that the caller gives; they are iterated more than once only where they are a list."""
+class UserBatches:
+    """Batches that the caller gives; they are iterated more than once only where they are a list.
+
+    They do what `DatasetSamples` do; their number, `len`, is 0 where it is not known.
+    """
 
     batches: Iterable[Any] = ()
+
+    def __repr__(self) -> str:
+        return _words(self)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
@@ -211,6 +186,9 @@ class UserBatches(Samples):
     def take_batches(self, start: int, stop: int | None = None) -> UserBatches:
         return UserBatches(list(islice(self.batches, start, stop)))
 
+    def views(self, *_: Any, **__: Any) -> None:
+        return None
+
     def largest_batch(self) -> PairedBatch | None:
         if iter(self.batches) is self.batches:
             return None
@@ -226,3 +204,10 @@ class UserBatches(Samples):
             return (whole := UserBatches(batches)), whole
         count = (len(batches) + 1) // 2
         return UserBatches(batches[:count]), UserBatches(batches[count:])
+
+
+Samples = DatasetSamples | UserBatches
+
+
+def _words(samples: Samples) -> str:
+    return f"{type(samples).__name__}({len(samples) or 'an unknown number of'} samples)"
