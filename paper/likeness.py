@@ -18,7 +18,7 @@ from torch import nn
 from tuneport.data.dataset import Dataset
 from tuneport.errors import TuneportError, first_of
 from tuneport.maps.procrustes import MapSolver
-from tuneport.maps.statistics import Key, S, Statistics
+from tuneport.maps.statistics import Key, Statistics
 from tuneport.measure.accuracy import encode_batches
 from tuneport.measure.batches import PairedBatch
 from tuneport.measure.capture import MakeSum, Request, measure_pairs
@@ -90,7 +90,7 @@ def compare_layers(
     `held_out`. `aligned=False` leaves out the maps. The other arguments are those of `capture.measure_pairs`.
     """
 
-    def run(over: Iterable[Any], make_sum: MakeSum[S]) -> Mapping[Key, S]:
+    def run(over: Iterable[Any], make_sum: MakeSum) -> Mapping[Key, Any]:
         losses, request = Sides(source_loss, target_loss), Request(signals, match, make_sum=make_sum)
         return measure_pairs(Sides(source, target), pairs, over, losses, request, progress=progress).covariances
 
@@ -153,7 +153,7 @@ def measure_drift(
     found: list[Drift] = []
     for step, module in checkpoints:
         tuned = base.with_module(module)
-        sums = measure_pairs(
+        sums: Mapping[Key, Any] = measure_pairs(
             Sides(base.module, module),
             _pair_equal_layers(tuned, base),
             _batches(base, data, batch_size),

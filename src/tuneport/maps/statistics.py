@@ -4,29 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from typing_extensions import TypeVar
 
 from ..errors import TuneportError
 from .covariance import CrossCovariance
 
 Key = tuple[str, str]  # target layer, signal
-
-
-class PairSum(Protocol):
-    """A sum over paired tokens that `measure_pairs` fills; it checks the energies for NaN and Inf."""
-
-    source_energy: Tensor
-    target_energy: Tensor
-
-    def update(self, source: Tensor, target: Tensor) -> None: ...
-
-
-S = TypeVar("S", bound=PairSum, default=CrossCovariance)
 
 
 class WeightGradient:
@@ -90,13 +76,13 @@ class WeightGradient:
 
 
 @dataclass(frozen=True, eq=False)
-class Statistics(Generic[S]):
+class Statistics:
     """Measured sums: cross-covariances by (target layer, signal), weight gradients by target layer or loose tensor.
 
     Layers that read the same tensor (q, k, v) share one object. `passes` are forward and backward passes per model.
     """
 
-    covariances: Mapping[Key, S] = field(default_factory=dict)
+    covariances: Mapping[Key, CrossCovariance] = field(default_factory=dict)
     weight_gradients: Mapping[str, WeightGradient] = field(default_factory=dict)
     samples: int = 0
     passes: Mapping[str, int] = field(default_factory=dict)
@@ -111,7 +97,7 @@ class Statistics(Generic[S]):
     def __iter__(self) -> Iterator[Key]:
         return iter(self.covariances)
 
-    def __add__(self: Statistics, other: Statistics) -> Statistics:
+    def __add__(self, other: Statistics) -> Statistics:
         """The statistics of both sets of samples; shared sums stay shared."""
         if not other.passes:
             return self
@@ -123,7 +109,7 @@ class Statistics(Generic[S]):
         gradients = {name: first + other.weight_gradients[name] for name, first in self.weight_gradients.items()}
         return replace(total, weight_gradients=gradients, samples=self.samples + other.samples)
 
-    def extend(self: Statistics, more: Statistics) -> Statistics:
+    def extend(self, more: Statistics) -> Statistics:
         """Add sums of some of these signals over further samples; shared sums stay shared."""
         sums: dict[tuple[int, int], CrossCovariance] = {}
         covariances = {}

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +20,26 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import CaptureError, first_of
 from ..layers import Layer
 from ..maps.covariance import CrossCovariance, are_half
-from ..maps.statistics import Key, S, Statistics, WeightGradient
+from ..maps.statistics import Key, Statistics, WeightGradient
 from ..pairing import LayerPair
 from ..types import Loss, Progress, Sides
 from .batches import PairedBatch, split_batch
 from .signals import NEEDS_BACKWARD, SIGNALS, WEIGHT_GRADIENT, Recorder, frozen
 from .tokens import Match, TokenLimit, match_tokens
 
-MakeSum = Callable[[Key, int, int, torch.device], S]
+MakeSum = Callable[[Key, int, int, torch.device], Any]
 
 
 @dataclass(frozen=True)
-class Request(Generic[S]):
+class Request:
     """What to measure at every pair of layers, and how to add it up.
 
     Args:
         signals: by name.
         match: pairs the tokens of both models; a PairedBatch may bring its own.
         limit: caps the tokens that enter covariances.
-        make_sum: called with ((target layer, signal), source width, target width, device); CrossCovariance by default.
+        make_sum: called with ((target layer, signal), source width, target width, device), it makes what adds up
+            paired tokens as CrossCovariance does, the default.
         most_samples: the largest number of samples in one pass. A larger batch is run in parts, if `split_batch` can
             divide it, which changes rounding only.
         loose: parameters of the target outside its layers whose gradients of each sample are added up too. Samples then
@@ -48,7 +49,7 @@ class Request(Generic[S]):
     signals: Collection[str]
     match: Match | None = None
     limit: TokenLimit | None = None
-    make_sum: MakeSum[S] | None = None
+    make_sum: MakeSum | None = None
     most_samples: int | None = None
     loose: Sequence[str] = ()
 
@@ -58,12 +59,12 @@ def measure_pairs(
     pairs: Sequence[LayerPair],
     batches: Iterable[Any],
     losses: Sides[Loss],
-    request: Request[S],
+    request: Request,
     *,
     progress: Progress | None = None,
-    start: Statistics[S] | None = None,
-    on_batch: Callable[[Statistics[S]], None] | None = None,
-) -> Statistics[S]:
+    start: Statistics | None = None,
+    on_batch: Callable[[Statistics], None] | None = None,
+) -> Statistics:
     """Accumulate the statistics that a request names, for every pair, over all batches.
 
     With forward signals only, no backward pass is run. A pair whose layers never run is absent from the result.
@@ -81,7 +82,7 @@ def measure_pairs(
     signals, (source, target) = request.signals, modules
     if unknown := sorted(set(signals) - set(SIGNALS)):
         raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
-    make = request.make_sum or cast("MakeSum[S]", lambda _key, *widths: CrossCovariance(*widths[:2], device=widths[2]))
+    make = request.make_sum or (lambda _key, *widths: CrossCovariance(*widths[:2], device=widths[2]))
     accumulator = _Accumulator(pairs, signals, make, request.limit)
     backward = bool(NEEDS_BACKWARD & set(signals))
     parameters = {name: target.get_parameter(name) for name in request.loose}
@@ -90,7 +91,7 @@ def measure_pairs(
     sums = dict(start.covariances), dict(start.weight_gradients)
     accumulator.covariances, accumulator.weight_gradients = copy.deepcopy(sums)  # shared sums stay shared
 
-    def so_far() -> Statistics[S]:
+    def so_far() -> Statistics:
         runs = {"forward": passes, "backward": passes if backward else 0}
         return Statistics(accumulator.covariances, accumulator.weight_gradients, samples, runs)
 
@@ -136,13 +137,13 @@ def _gradients(parameters: Mapping[str, nn.Parameter], sums: dict[str, WeightGra
             parameter.grad = before[name]
 
 
-class _Accumulator(Generic[S]):
+class _Accumulator:
     """Holds the source's signals of one batch and the sums over all batches."""
 
     def __init__(
-        self, pairs: Sequence[LayerPair], signals: Collection[str], make_sum: MakeSum[S], limit: TokenLimit | None
+        self, pairs: Sequence[LayerPair], signals: Collection[str], make_sum: MakeSum, limit: TokenLimit | None
     ) -> None:
-        self.covariances: dict[Key, S] = {}
+        self.covariances: dict[Key, CrossCovariance] = {}
         self.weight_gradients: dict[str, WeightGradient] = {}
         self.layers: Sides[dict[Layer, frozenset[str]]] = Sides({}, {})
         self._pairs = {pair.target.name: pair for pair in pairs}
@@ -164,7 +165,7 @@ class _Accumulator(Generic[S]):
         self._kept: dict[tuple[str, str, int], Tensor] = {}
         self._copies: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakIdKeyDictionary()
         self._resized: MutableMapping[Tensor, tuple[torch.Size, Tensor]] = WeakIdKeyDictionary()
-        self._shared: dict[tuple[str, int, int], tuple[weakref.ref[Tensor], S]] = {}
+        self._shared: dict[tuple[str, int, int], tuple[weakref.ref[Tensor], CrossCovariance]] = {}
         self._added: dict[tuple[int, int], tuple[int, weakref.ref[Tensor]]] = {}
         self._calls: Counter[Key] = Counter()
 
@@ -236,7 +237,7 @@ class _Accumulator(Generic[S]):
         rows = self._rows[len(target)]
         return (source, target) if rows is None else (source[rows.to(source.device)], target[rows.to(target.device)])
 
-    def _find_sum(self, pair: LayerPair, signal: str, source: Tensor, target: Tensor) -> S:
+    def _find_sum(self, pair: LayerPair, signal: str, source: Tensor, target: Tensor) -> CrossCovariance:
         """The sum of a pair; pairs that read the same two tensors share one."""
         key, tensors = (pair.target.name, signal), (signal, id(source), id(target))
         if key not in self.covariances:

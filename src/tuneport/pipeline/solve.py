@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ..errors import TuneportError
-from ..maps.covariance import CrossCovariance
 from ..maps.statistics import Statistics
 from ..measure.batches import move_batch
 from ..measure.capture import Request, measure_pairs
@@ -275,7 +274,7 @@ def _measured(
     if limits.max_tokens is not None:
         first = measurement.target.inputs.layout is not None
         limit = TokenLimit(limits.max_tokens, len(measurement.samples), limits.seed, first=first, offset=before)
-    request: Request[CrossCovariance] = Request(
+    request = Request(
         signals,
         measurement.calibration.match,
         limit,

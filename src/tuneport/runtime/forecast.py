@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -240,7 +240,7 @@ class Forecast:
             live = stack.enter_context(LiveBytes())
             request = Request(measurement.signals, limit=limit, make_sum=make_sum)
             found = measure_pairs(modules, pairs, [self.batch], measurement.calibration.losses, request)
-        return dict(found.covariances), live.peak
+        return cast(Sums, found.covariances), live.peak
 
 
 def solving_bytes(shape: tuple[int, int], tokens: int, device: torch.device) -> tuple[int, int]:
