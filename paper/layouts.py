@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,7 +21,7 @@ from tuneport.data.formats import find_reader, read_plain
 from tuneport.data.images import check_images, images_under, open_array, open_file, read_image_folder
 from tuneport.data.tables import from_table
 from tuneport.data.tasks import TASKS
-from tuneport.data.tasks.base import Layout, Task, TaskReader, plain_name
+from tuneport.data.tasks.base import Task, plain_name
 from tuneport.errors import DataError, first_of
 from tuneport.types import Split
 
@@ -31,6 +31,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+TaskReader: TypeAlias = Callable[[Task, Path, Split], Dataset | None]
 
 # Test labels of the text pairs are not public: the validation or dev split is evaluated.
 SCORED = ("validation_matched", "validation", "dev_matched", "dev", "val", "test")
@@ -318,6 +320,26 @@ def _read_facts() -> dict[str, Facts]:
 
 
 FACTS = _read_facts()
-for _name, _facts in FACTS.items():
-    _layouts = tuple(Layout(words, READERS[reader]) for reader, words in _facts.layouts.items())
-    TASKS[_name] = replace(TASKS[_name], layouts=_layouts)
+
+
+@dataclass(frozen=True)
+class LaidTask(Task):
+    """A task of the paper: the first of its layouts that fits is read, before the formats that all tasks have."""
+
+    def find(self, place: Path, split: Split, labelled: bool, columns: Mapping[str, str] | None) -> Dataset:
+        known = FACTS[self.name].layouts
+        for candidate in self.places(place):
+            for reader in () if columns else known:
+                with reading(candidate):
+                    data = READERS[reader](self, candidate, split)
+                if data is not None:
+                    return data
+        try:
+            return super().find(place, split, labelled, columns)
+        except DataError as error:
+            unlike = f"{place} does not look like {self.title}. "
+            why = str(error).removeprefix(unlike)
+            raise DataError(f"{unlike}Known layouts: {'; '.join(known.values())}. Also: {why}") from error
+
+
+TASKS.update({name: LaidTask(**vars(TASKS[name])) for name in FACTS})

@@ -1,43 +1,30 @@
 """Known datasets: their classes and their prompts.
 
-A Task is data, and readers of layouts other than those of `tuneport.data.formats`, if it has any. With a fixed seed, a
-tenth of the training samples of each class is split off for validation; if the source has no test split, a tenth of
-each class is split off for it first.
+With a fixed seed, a tenth of the training samples of each class is split off for validation; if the source has no test
+split, a tenth of each class is split off for it first.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import DataError
 from ...types import Split
-from ..dataset import Dataset, Kind, as_numbers, reading
+from ..dataset import Dataset, Kind, as_numbers
 from ..formats import read_plain
 
 TaskSplit = Literal["train", "validation", "test"]
-TaskReader: TypeAlias = Callable[["Task", Path, Split], "Dataset | None"]
 
 VALIDATION_SHARE = 0.1
 TEST_SHARE = 0.1
 SPLIT_SEED = 0
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One layout of a dataset on disk: `words` for the error message, and its reader.
-
-    `read(task, place, split)` returns None if the place has another layout, and a dataset of "all" if it has no splits.
-    """
-
-    words: str
-    read: TaskReader
 
 
 @dataclass(frozen=True)
@@ -46,8 +33,7 @@ class Task:
 
     `prompts` are templates: with `{}` for the class name (images, for a zero-shot head), or with `{text}` and
     `{text_pair}` (texts, for a text-to-text model). `label_texts` are the texts that a text-to-text model generates
-    and a sentence encoder embeds, one per class. `aliases` are other names of the task's folder or file. The first
-    of the `layouts` that fits is read.
+    and a sentence encoder embeds, one per class. `aliases` are other names of the task's folder or file.
     """
 
     name: str
@@ -57,7 +43,6 @@ class Task:
     prompts: tuple[str, ...] = ()
     label_texts: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
-    layouts: tuple[Layout, ...] = ()
 
     def read(
         self, place: str | Path, split: TaskSplit, *, labelled: bool = True, columns: Mapping[str, str] | None = None
@@ -70,7 +55,7 @@ class Task:
         if not os.path.exists(place):
             raise DataError(f"no data at {place}: no such file or folder, for the task {self.name}.")
         wanted: Split = "test" if split == "test" else "train"
-        found = self._find(place, wanted, labelled, columns)
+        found = self.find(place, wanted, labelled, columns)
         data = replace(self._with_class_names(found), name=self.name, prompts=self.prompts)
         if data.classes == self.classes:
             data = replace(data, label_texts=self.label_texts)
@@ -85,24 +70,20 @@ class Task:
             raise DataError(f"{few}. Add samples{', or a test split' if split == 'test' else ''}.")
         return data
 
-    def _find(self, place: Path, split: Split, labelled: bool, columns: Mapping[str, str] | None) -> Dataset:
+    def places(self, place: Path) -> list[Path]:
+        """The place, and what lies in it under a known name."""
         inside = [place / name for name in (self.title, self.name, *self.aliases) if (place / name).exists()]
-        places = list(dict.fromkeys([place, *inside]))
-        for candidate in places:
-            for layout in () if columns else self.layouts:
-                with reading(candidate):
-                    data = layout.read(self, candidate, split)
-                if data is not None:
-                    return data
+        return list(dict.fromkeys([place, *inside]))
+
+    def find(self, place: Path, split: Split, labelled: bool, columns: Mapping[str, str] | None) -> Dataset:
+        """Read the first place that can be read."""
         reasons = []
-        for candidate in places:
+        for candidate in self.places(place):
             try:
                 return read_plain(candidate, split, labelled=labelled, columns=columns)
             except DataError as error:
                 reasons.append(str(error))
-        words = "; ".join(layout.words for layout in self.layouts)
-        known = f"Known layouts: {words}. Also: " if words else ""
-        raise DataError(f"{place} does not look like {self.title}. {known}{reasons[-1]}")
+        raise DataError(f"{place} does not look like {self.title}. {reasons[-1]}")
 
     def _with_class_names(self, data: Dataset) -> Dataset:
         """The data with the task's class names, if its own are numbers or the same names in another spelling."""
