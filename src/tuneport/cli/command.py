@@ -38,13 +38,9 @@ def declared_by(run: Run) -> tuple[type[Declared] | None, type[Config]]:
 
 
 def command(run: Run, inputs: type[Declared] | None, config: type[Config], check: Check = lambda *_: None) -> Run:
-    """Make a function for typer that calls `run(inputs, config, json=...)`.
+    """Make a function for typer that calls `run(inputs, config, json=...)` after `check`, which needs no heavy library.
 
-    Args:
-        run: the command; its docstring is the first line of the help.
-        inputs: the class of its inputs, if it has any.
-        config: the class of its options.
-        check: refuses what is given before `run` loads heavy libraries.
+    The docstring of `run` is the first line of the help.
     """
     classes = [cls for cls in (inputs, config) if cls is not None]
     declared = [(cls, item, about) for cls in classes for item, about in cls.options() if not about.python]

@@ -54,17 +54,14 @@ class LazySequence(Sequence[Any]):
 class Table:
     """What a reader finds in a file or folder: columns of equal length, by name.
 
-    Images are paths, bytes, the `{bytes, path}` of HF datasets, or arrays. `classes` are the class names if the
-    source has them: its labels are then their numbers. `split` is the source's name of the split that the reader has
-    chosen; without it, a column split says which rows belong to it. `files` are the files that were read, and
-    `expected` says where this format has its labels.
+    Images are paths, bytes, the `{bytes, path}` of HF datasets, or arrays.
     """
 
     columns: Mapping[str, Sequence[Any]]
-    classes: tuple[str, ...] | None = None
-    split: str | None = None
-    files: tuple[Path, ...] = ()
-    expected: str = "a column label or target"
+    classes: tuple[str, ...] | None = None  # names, if the source has them: its labels are then their numbers
+    split: str | None = None  # the source's name of the chosen split; without it, a column split names that of rows
+    files: tuple[Path, ...] = ()  # that were read
+    expected: str = "a column label or target"  # where this format has its labels
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,11 +82,8 @@ def select(
     """Indices of the calibration samples: `samples` (100) through a sampler, or `shots` of every class.
 
     Args:
-        dataset: the samples to draw from.
-        samples: how many samples to draw; by default 100, or all if there are fewer.
-        shots: how many samples of every class that occurs in the data, in place of `samples`.
+        samples, shots: as of `count_drawn`.
         sampler: a name in SAMPLERS; with `shots`, "random" draws at random within every class.
-        seed: the seed of the draw.
         features: maps a dataset to its pre-trained features (N, width); called only if the sampler needs them.
 
     >>> data = Dataset(inputs=list("abcdef"), labels=np.array([0, 0, 0, 1, 1, 1]), classes=("x", "y"))

@@ -45,14 +45,9 @@ def renamed(table: Table, columns: Mapping[str, str], path: Path) -> Table:
 
 
 def from_table(table: Table, path: Path, split: Split, also: Sequence[str] = (), *, labelled: bool = True) -> Dataset:
-    """Read one split of a table.
+    """Read one split of a table, which may have further names `also`; paths of images are relative to `path`.
 
-    Args:
-        table: what the reader of `path` has found.
-        path: the file or folder, for errors; the paths of images are relative to it.
-        split: the split.
-        also: further names of the split.
-        labelled: refuse a split with neither labels nor answers.
+    If `labelled`, a split with neither labels nor answers is refused.
     """
     columns = table.columns
     size = max(map(len, columns.values()), default=0)

@@ -65,12 +65,9 @@ class Line:
 
 
 def read_lines(inputs: UpgradeInputs, config: UpgradeConfig) -> tuple[Line, ...]:
-    """Read and check the list of a fleet.
+    """Read and check the list of a fleet; `inputs` and `config` are the defaults of its lines.
 
-    Args:
-        inputs: the list, and the defaults of its lines; a line without `out` is written into the folder `inputs.out`,
-            under the name of its fine-tune.
-        config: the defaults of the options.
+    A line without `out` is written into the folder `inputs.out`, under the name of its fine-tune.
 
     Raises:
         DataError: if there is no list.

@@ -93,10 +93,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_apart(path: Path, library: str, script: str, *arguments: str) -> bytes:
-    """Run a script whose `sys.argv[1:]` are the path and the arguments, in a process of its own.
-
-    Returns:
-        What it prints.
+    """What a script prints whose `sys.argv[1:]` are the path and the arguments, in a process of its own.
 
     Raises:
         DataError: it raises, or crashes.

@@ -32,26 +32,14 @@ MakeSum = Callable[[Key, int, int, torch.device], Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure at every pair of layers, and how to add it up.
-
-    Args:
-        signals: by name.
-        match: pairs the tokens of both models; a PairedBatch may bring its own.
-        limit: caps the tokens that enter covariances.
-        make_sum: called with ((target layer, signal), source width, target width, device), it makes what adds up
-            paired tokens as CrossCovariance does, the default.
-        most_samples: the largest number of samples in one pass. A larger batch is run in parts, if `split_batch` can
-            divide it, which changes rounding only.
-        loose: parameters of the target outside its layers whose gradients of each sample are added up too. Samples then
-            pass one by one.
-    """
+    """What to measure at every pair of layers, and how to add it up."""
 
     signals: Collection[str]
-    match: Match | None = None
-    limit: TokenLimit | None = None
-    make_sum: MakeSum | None = None
-    most_samples: int | None = None
-    loose: Sequence[str] = ()
+    match: Match | None = None  # pairs the tokens of both models; a PairedBatch may bring its own
+    limit: TokenLimit | None = None  # caps the tokens that enter covariances
+    make_sum: MakeSum | None = None  # of (target layer, signal), both widths and the device; else CrossCovariance
+    most_samples: int | None = None  # in one pass; a larger batch is run in parts if possible: other rounding only
+    loose: Sequence[str] = ()  # parameters whose gradients are added up too; samples then pass one by one
 
 
 def measure_pairs(
@@ -70,11 +58,8 @@ def measure_pairs(
     With forward signals only, no backward pass is run. A pair whose layers never run is absent from the result.
 
     Args:
-        modules: both models.
-        pairs: the layers that are measured.
         batches: each is an input of the losses, or a PairedBatch if source and target read samples differently.
         losses: the sum over samples of the per-sample loss, for each model.
-        request: what is measured.
         progress: called with the number of samples that were measured since the last call.
         start: statistics of earlier batches, which these batches continue.
         on_batch: called after each batch with all statistics so far, valid until it returns.

@@ -19,21 +19,15 @@ from ..types import Sides
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """Groups of pairs, one run over the calibration data each, and their memory.
-
-    `fixed_bytes` is the part of models and result that is on the device all the time, `group_bytes` what each group
-    needs in addition. `placements` is set if the models are not on the device they run on; then `home_bytes` is what
-    stays off the device, `fetched_bytes` what is fetched in all runs together. With `result_in_files` the result is
-    written to temporary files, block by block.
-    """
+    """Groups of pairs, one run over the calibration data each, and their memory."""
 
     groups: tuple[tuple[LayerPair, ...], ...]
-    fixed_bytes: int
-    group_bytes: tuple[int, ...]
-    placements: Sides[Placement] | None = None
-    home_bytes: int = 0
-    fetched_bytes: int = 0
-    result_in_files: bool = False
+    fixed_bytes: int  # of models and result, on the device all the time
+    group_bytes: tuple[int, ...]  # what each group needs in addition
+    placements: Sides[Placement] | None = None  # if the models are not on the device they run on
+    home_bytes: int = 0  # what then stays off the device
+    fetched_bytes: int = 0  # what is fetched in all runs together
+    result_in_files: bool = False  # the result is written to temporary files, block by block
 
     @property
     def peak_bytes(self) -> int:

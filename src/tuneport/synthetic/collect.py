@@ -103,7 +103,6 @@ def collect(
         filters: of texts; form and near duplicates unless given.
         judges: filters of texts with their answers: the teacher's doubt, a probe.
         state: where the state is saved after each round, and read from.
-        advance: gets the number of texts that were written since the last call.
 
     Raises:
         DataError: what is known of the task cannot bring it.

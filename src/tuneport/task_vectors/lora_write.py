@@ -108,9 +108,7 @@ def pack(
 
     Args:
         vector: the task vector, by parameter names of `module`.
-        module: the live module that the adapter is for.
-        base: the weights of `module`.
-        form: how the updates are written.
+        base: the weights of `module`, the live module that the adapter is for.
         scale: factor of the task vector, folded into B, with lora_alpha = r.
         head: parameters of `module` that are stored whole.
         about: additional settings of the adapter's configuration.
