@@ -19,7 +19,7 @@ from ..maps.statistics import Key
 from ..pairing import LayerPair, LoosePair, blocks_of
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
 from ..types import Completion, Signal
-from .base import Method, Problem, Transfer
+from .base import LayerRecord, Method, Problem, Transfer
 from .entries import NOT_RUN, Entries, bias_of, keep_layer, matrix_of, record_of, spectrum_of
 
 Map = Tensor | CoordinateMap | None  # a fixed map, a solved map, or pad and crop
@@ -62,16 +62,9 @@ class BilinearAlignment(Method):
             align_in, align_out = (maps[key] if key else None for key in keys)
             R_in = align_in.map if align_in else pair.input_map
             R_out = align_out.map if align_out else pair.output_map
-            tau = matrix_of(pair.source, problem.task_vector[pair.source.weight])
-            moved = transport(tau, R_out, R_in, (pair.target.out_features, pair.target.in_features))
-            entries.put(pair.target, moved.to(tau.device, torch.float32))
-            bias = bias_of(pair, problem.task_vector)
-            if bias is not None:
-                carried = carry(bias.double(), R_out, pair.target.out_features, 0)
-                entries.put_bias(pair.target, carried.to(bias.device))
             evidence = _evidence("in", align_in, min(pair.source.in_features, pair.target.in_features))
             evidence |= _evidence("out", align_out, min(pair.source.out_features, pair.target.out_features))
-            records.append(record_of(pair, tau, moved, **evidence))
+            records.append(move(pair, problem.task_vector, R_out, R_in, entries, **evidence))
         for loose in problem.plan.loose if self.moves_loose else ():
             entries.put_loose(loose.target.name, _pad(loose, problem.task_vector[loose.source.name]))
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))
@@ -97,6 +90,19 @@ def _evidence(side: str, found: Alignment | None, width: int) -> dict[str, Any]:
         return {}
     spectrum = None if found.singular_values is None else spectrum_of(found.singular_values, width)
     return {f"rank_{side}": found.rank, f"residual_{side}": found.residual, f"spectrum_{side}": spectrum}
+
+
+def move(
+    pair: LayerPair, task_vector: Mapping[str, Entry], R_out: Map, R_in: Map, into: Entries, **evidence: Any
+) -> LayerRecord:
+    """Transport the change of a layer, put it into the entries of the target, and record it with its evidence."""
+    tau = matrix_of(pair.source, task_vector[pair.source.weight])
+    moved = transport(tau, R_out, R_in, (pair.target.out_features, pair.target.in_features))
+    into.put(pair.target, moved.to(tau.device, torch.float32))
+    bias = bias_of(pair, task_vector)
+    if bias is not None:
+        into.put_bias(pair.target, carry(bias.double(), R_out, pair.target.out_features, 0).to(bias.device))
+    return record_of(pair, tau, moved, **evidence)
 
 
 def transport(tau: Entry, R_out: Map, R_in: Map, shape: tuple[int, int]) -> Entry:

@@ -20,8 +20,8 @@ from ..layers import Layer
 from ..maps.completion import CoordinateMap
 from ..types import Signal
 from .base import Method, Problem, Transfer
-from .bilinear import Map, carry, transport
-from .entries import Entries, bias_of, keep_layer, matrix_of, record_of
+from .bilinear import Map, move
+from .entries import Entries, keep_layer
 
 CUT = 1e-10  # squares of singular values up to this, relative to the largest, count as zero
 
@@ -47,20 +47,13 @@ class CrossLora(Method):
             if not rank:
                 kept += keep_layer(pair.target, "a base weight of this layer is zero")
                 continue
-            tau = matrix_of(pair.source, problem.task_vector[pair.source.weight])
             R_in: Map = pair.input_map  # set where both models share a space
             R_out: Map = pair.output_map
             if R_in is None:
                 R_in = CoordinateMap(V_A[:, :rank], V_B[:, :rank].to(V_A.device))
             if R_out is None:
                 R_out = CoordinateMap(U_A[:, :rank], U_B[:, :rank].to(U_A.device))
-            moved = transport(tau, R_out, R_in, (pair.target.out_features, pair.target.in_features))
-            entries.put(pair.target, moved.to(tau.device, torch.float32))
-            bias = bias_of(pair, problem.task_vector)
-            if bias is not None:
-                carried = carry(bias.double(), R_out, pair.target.out_features, 0)
-                entries.put_bias(pair.target, carried.to(bias.device))
-            records.append(record_of(pair, tau, moved))
+            records.append(move(pair, problem.task_vector, R_out, R_in, entries))
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))
 
     def _directions(self, layer: Layer, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
