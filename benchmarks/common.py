@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paper.recipe import Recipe
-from paper.run import check_models, run_pair
+from paper.run import Stage, check_models, run_pair
 from paper.schema import Comparison
 from paper.tables import RESULTS, Comparing, Row, write_tables
 from tuneport.errors import DataError, first_of
 from tuneport.io.output import new_folder
 from tuneport.training.loop import Schedule
-from tuneport.types import Stage
 
 T = TypeVar("T")
 

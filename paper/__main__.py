@@ -9,12 +9,12 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tuneport.cli.terminal import show, stages, tell
+from tuneport.cli.terminal import Stages, show, tell
 from tuneport.errors import TuneportError
 from tuneport.io.output import check_new_folder
 
 from .recipe import RECIPES, read_recipe, read_toml
-from .run import run_recipe
+from .run import run_recipe, told
 from .toy import shorten, write_toys
 
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.toy and given.root:
         parser.error("--toy makes its own models and data: leave out --root")
     out = Path(given.out or Path("results") / Path(given.name).stem)
-    with tempfile.TemporaryDirectory() as made, stages() as stage:
+    with tempfile.TemporaryDirectory() as made, Stages() as events:
         try:
             check_new_folder(out, given.overwrite or given.resume, marks=())
             toy = shorten(read_recipe(given.name, small=True, root=write_toys(Path(made)))) if given.toy else None
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 device=given.device,
                 resume=given.resume,
                 overwrite=given.overwrite,
-                stage=stage,
+                stage=told(events),
                 note=tell,
             )
         except TuneportError as error:

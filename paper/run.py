@@ -33,7 +33,7 @@ from tuneport.pipeline.transfer import prepare
 from tuneport.report.provenance import package_version
 from tuneport.report.record import to_json
 from tuneport.runtime.resume import fingerprint
-from tuneport.types import Stage, count_steps
+from tuneport.types import Events, Progress
 
 from .cells import Task, run_cell
 from .figures import figure_cell, write_figure
@@ -43,6 +43,35 @@ from .schema import Comparison
 from .tables import RESULTS, Comparing, Row, write_tables
 
 PASSES = ("captures", "forward", "backward")
+Stage = Callable[[str, int, int], None]  # gets the name of a stage, the steps done and all its steps
+
+
+def count_steps(stage: Stage | None, name: str, total: int) -> Progress:
+    """A Progress that adds up the steps of a stage and reports them."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if stage is not None:
+            stage(name, done, total)
+
+    return advance
+
+
+def told(events: Events) -> Stage:
+    """A callback that tells the stages of a run as its steps."""
+    name, done = "", 0
+
+    def stage(now: str, count: int, total: int) -> None:
+        nonlocal name, done
+        if now != name or count < done:
+            events.step(now, count=total)
+            name, done = now, 0
+        events.advance(count - done)
+        done = count
+
+    return stage
 
 
 @dataclass(frozen=True)

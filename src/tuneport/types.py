@@ -18,7 +18,6 @@ Split = Literal["train", "test"]
 Loss = Callable[["nn.Module", Any], "Tensor"]  # loss(module, batch): a sum over the samples
 Chat = list[dict[str, Any]]  # messages with "role" and "content", as chat templates take them
 Progress = Callable[[int], None]  # gets the number of samples, or steps, that were done since the last call
-Stage = Callable[[str, int, int], None]  # gets the name of a stage, the steps done and all its steps
 
 
 T = TypeVar("T")
@@ -44,19 +43,6 @@ class Events:
 
     def mark(self, mark: Any) -> None:
         """Take a point of the curve of a training run."""
-
-
-def count_steps(stage: Stage | None, name: str, total: int) -> Progress:
-    """A Progress that adds up the steps of a stage and reports them."""
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        if stage is not None:
-            stage(name, done, total)
-
-    return advance
 
 
 class Sides(NamedTuple, Generic[T]):

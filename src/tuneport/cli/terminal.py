@@ -11,8 +11,8 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -226,15 +226,17 @@ def listening(words: str, first: bool) -> AbstractContextManager[Events]:
     return Bar(words) if first else nullcontext(Events())
 
 
-@contextmanager
-def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar per named stage; the callback says (stage, done, total)."""
-    with _Bars(transient=False) as bar:
-        tasks: dict[str, TaskID] = {}
+class Stages(_Bars, Events):
+    """A bar on stderr for each step of a run, which stays there; a context."""
 
-        def stage(name: str, done: int, total: int) -> None:
-            if name not in tasks:
-                tasks[name] = bar.add(name, total)
-            bar.update(tasks[name], completed=done, total=total)
+    def __init__(self) -> None:
+        super().__init__(transient=False)
+        self._done = 0
 
-        yield stage
+    def step(self, name: str, units: float = 0.0, count: int = 0) -> None:
+        del units
+        self._task, self._done = self.add(name, count), 0
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        self.update(self._task, completed=self._done)

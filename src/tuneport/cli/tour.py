@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config import Config, DemoConfig, DemoInputs
-from .terminal import emit_json, say, show, show_list, stages
+from .terminal import Stages, emit_json, say, show, show_list
 
 
 def methods(config: Config, json: bool) -> None:
@@ -24,8 +24,8 @@ def demo(inputs: DemoInputs, config: DemoConfig, json: bool) -> None:
     """The main job from end to end, offline, on what the package carries: about a minute on two cores."""
     from ..demo import run
 
-    with stages() as stage:
-        result = run.run_demo(Path(inputs.out), seed=config.seed, overwrite=config.overwrite, stage=stage)
+    with Stages() as events:
+        result = run.run_demo(Path(inputs.out), seed=config.seed, overwrite=config.overwrite, events=events)
     if json:
         emit_json(result)
         return

@@ -35,7 +35,7 @@ from ..pipeline.comparison import Role, compare, summarize
 from ..pipeline.transfer import prepare, run
 from ..report.record import write_record
 from ..training.loop import Schedule
-from ..types import Stage, count_steps
+from ..types import Events
 from .finetune import finetune
 
 MODELS = Path(__file__).parent / "models"
@@ -51,9 +51,10 @@ WRITTEN = {  # where the inputs of the run will lie
 }
 
 
-def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage | None = None) -> dict[str, Any]:
+def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, events: Events | None = None) -> dict[str, Any]:
     """Fine-tune, port, evaluate; write the data, the bases, the fine-tuned source and the port under `out`."""
     check_new_folder(out, overwrite, marks=[TABLE])
+    events = events or Events()
     small, large = (open_model(MODELS / name) for name in ("small", "large"))
     with new_folder(out, overwrite=overwrite, marks=[TABLE]) as folder:
         for name in ("small", "large"):
@@ -68,16 +69,17 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
 
         found = {"target, zero-shot": accuracy(large.module)}
         schedule = Schedule(STEPS, batch_size=64, learning_rate=1e-3)
-        tuned = finetune(small, train, schedule, count_steps(stage, "fine-tuning the source", STEPS))
+        events.step("fine-tuning the source", count=STEPS)
+        tuned = finetune(small, train, schedule, events.advance)
         save_finetuned(small, tuned, folder / "small-mirrored")
-        porting = count_steps(stage, "porting", len(PORTED))
+        events.step("porting", count=len(PORTED))
         for name in PORTED:
             config = TransferConfig.of(method=name, head="digits", samples=SAMPLES, seed=seed, scale=1.0)
             setup = prepare(small, folder / "small-mirrored", large, data, config)
             inputs = {key: {**setup.about[key], "path": str(out / place)} for key, place in WRITTEN.items()}
             best = run(replace(setup, about={**setup.about, **inputs}), config)  # the last is bico
             found[f"target, ported by {name}"] = accuracy(best.apply())
-            porting(1)
+            events.advance(1)
         made: dict[Role, Any] = {"port": (large, output_of(config).written(best.update))}
         on = unseen(large, setup.calibration, test)
         scored = compare(setup.models, setup.change, setup.calibration, made, on, config, name="small-mirrored")
@@ -90,7 +92,8 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, stage: Stage 
         replace(best, record={**best.record, **more}).save(folder / "large-mirrored")
         # smaller batches: the target is larger, and its fine-tuning takes most of the demo's time
         schedule = replace(schedule, batch_size=32)
-        reference = finetune(large, train, schedule, count_steps(stage, "fine-tuning the target", STEPS))
+        events.step("fine-tuning the target", count=STEPS)
+        reference = finetune(large, train, schedule, events.advance)
         found[f"target, fine-tuned on all {len(train)} images"] = accuracy(reference)
         table = [{"model": name, "accuracy": value} for name, value in found.items()]
         write_record(folder / TABLE, {"seed": seed, "samples": SAMPLES, "table": table})
