@@ -24,23 +24,14 @@ Protocol = Literal["zero-shot", "linear-probe", "perplexity", "likelihood"]
 
 @dataclass(frozen=True, eq=False)
 class BySample:
-    """What is known of each test sample.
+    """What is known of each test sample."""
 
-    Args:
-        predicted: its class or answer, by its number in `classes`.
-        labels: the right one.
-        classes: of all samples; none where each sample has choices of its own.
-        bits: those of its own characters.
-        characters: their number.
-        exact: whether the text to predict is what the model writes if it always takes the likeliest token.
-    """
-
-    predicted: NDArray[np.int64] | None = None
-    labels: NDArray[np.int64] | None = None
-    classes: tuple[str, ...] = ()
-    bits: NDArray[np.float64] | None = None
-    characters: NDArray[np.int64] | None = None
-    exact: NDArray[np.bool_] | None = None
+    predicted: NDArray[np.int64] | None = None  # its class or answer, by its number in `classes`
+    labels: NDArray[np.int64] | None = None  # the right one
+    classes: tuple[str, ...] = ()  # of all samples; none where each sample has choices of its own
+    bits: NDArray[np.float64] | None = None  # those of its own characters
+    characters: NDArray[np.int64] | None = None  # their number
+    exact: NDArray[np.bool_] | None = None  # whether every likeliest token is the one to predict
 
     @property
     def right(self) -> NDArray[np.bool_] | None:
