@@ -29,6 +29,7 @@ from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.measure.objectives import choose_objective
 from tuneport.measure.samples import DatasetSamples
 from tuneport.models.open import open_model
+from tuneport.models.tokenizer import Encoded
 from tuneport.pipeline import distill as alone
 from tuneport.pipeline.arithmetic import extract
 from tuneport.pipeline.result import Result
@@ -54,6 +55,13 @@ def ported(zoo: Zoo) -> Result:
 def whole(ported: Result, request: pytest.FixtureRequest) -> tuple[int | None, Result]:
     """The rank of a LoRA or None for all layers, and a distillation that was not interrupted."""
     return request.param, ported.distill(8, lora=request.param)
+
+
+@pytest.fixture
+def long_exams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out samples are judged as a user's are: one by one if they are ten, and in four views."""
+    monkeypatch.setattr(distill, "GROUPS", 10)
+    monkeypatch.setattr(distill, "VIEWS", 4)
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
@@ -186,6 +194,7 @@ class TestStudent:
         stay = {name for name, tensor in student.state_dict().items() if torch.equal(tensor, before[name])}
         assert stay == {"transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"}
 
+    @pytest.mark.usefixtures("long_exams")
     def test_each_view_of_a_held_out_sample_is_another_one(self, ported: Result) -> None:
         assert ported.setup is not None
         seen: list[Tensor] = []
@@ -422,6 +431,26 @@ class TestLanguageModelsAndLabels:
         # the random student differs from its teacher by some nats: ten steps take a third of that easily
         assert min(mark["held_out_loss"] for mark in curve) < 0.67 * curve[0]["held_out_loss"]
 
+    def test_a_question_is_asked_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those that are taught, and those that judge at every mark."""
+        asked: list[int] = []
+
+        def watched(samples: DatasetSamples) -> Matching:
+            found = matching_of(samples)
+
+            def ask(module: nn.Module, encoded: Encoded) -> Any:
+                asked.append(len(encoded.counts))
+                return found.ask.source(module, encoded)
+
+            return replace(found, ask=Sides(ask, found.ask.target))
+
+        monkeypatch.setattr(distill, "matching_of", watched)
+        teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), gpt_tokenizer(320))
+        data = Dataset(inputs=QUESTIONS, labels=np.zeros(12, dtype=np.int64), classes=tuple("abc"))
+        found = alone.distill(teacher, teacher, data, steps=3, samples=12).record["distilled"]
+        assert len(found["curve"]) == 4
+        assert sum(asked) == 12
+
     def test_a_question_with_one_answer_has_nothing_to_compare(self, tmp_path: Path) -> None:
         teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), gpt_tokenizer(320))
         data = Dataset(inputs=QUESTIONS, labels=np.zeros(12, dtype=np.int64), classes=("the sea",))
@@ -460,6 +489,7 @@ def test_the_learning_rate_follows_the_width(ported: Result) -> None:
     assert ported.distill(1, lora=1).record["distilled"]["learning_rate"] == pytest.approx(0.6 / width)
 
 
+@pytest.mark.usefixtures("long_exams")
 def test_a_batch_is_the_size_that_is_given_and_held_out_samples_are_answered_once(ported: Result) -> None:
     assert ported.setup is not None
     asked: list[int] = []  # images in each pass of the teacher

@@ -311,7 +311,7 @@ class _Run:
     def _judged(self, number: int, count: int, read: Callable[[], Sides[Encoded]]) -> tuple[int, Tensor, Tensor]:
         """The count of samples of a held-out batch, their loss and agreement."""
         answers, exam = self._answers(read(), self.known.get(number)), self.matching.exam or self.matching.loss
-        if self.matching.asking == "augmented":  # the scores of a sample are few, unlike those of its tokens
+        if self.matching.asking != "plain":  # the scores of a sample are few, unlike those of its tokens
             self.known[number] = answers[0]
         return count, exam(*answers).cpu(), self.matching.agreement(*answers).cpu()
 
