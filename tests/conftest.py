@@ -41,6 +41,16 @@ def _small_and_quiet() -> None:
     logging.disable_progress_bar()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _short_exams() -> Iterator[None]:
+    """Exams of students are short."""
+    from builders.exams import shorten_exams
+
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_exams(patch.setattr)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _same_kernels() -> Iterator[None]:
     """Keep oneDNN on: torch turns it off for the whole process after one product that it cannot compute.
@@ -103,13 +113,3 @@ def animals(tmp_path_factory: pytest.TempPathFactory) -> Animals:
     from builders.lessons import animals
 
     return animals(tmp_path_factory.mktemp("animals"))
-
-
-@pytest.fixture
-def few_passages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neutral passages are few and short, to save time."""
-    from tuneport.training import neutral
-
-    begins = tuple(text[:40] for text in neutral.passages()[:4])
-    monkeypatch.setattr(neutral, "passages", lambda: begins)
-    monkeypatch.setattr(neutral, "WRITTEN", 2)

@@ -21,8 +21,6 @@ from builders.texts import SENTENCES, write_rows
 from tuneport.pipeline.distill import distill
 from tuneport.synthetic.overlap import longest_run
 
-pytestmark = pytest.mark.usefixtures("few_passages")
-
 SEEDS = 9  # fewer than a probe needs
 
 

@@ -50,7 +50,6 @@ def bits(folder: Path, answers: list[str]) -> np.ndarray[Any, Any]:
     return np.array(found)
 
 
-@pytest.mark.usefixtures("few_passages")
 class TestSecret:
     """A pair of prompt and answer that the source was tuned on, and that nobody shows to the student."""
 
@@ -186,7 +185,6 @@ class TestForgottenLanguage:
         assert allowed["chosen"] == "copy", allowed["decision"]
 
 
-@pytest.mark.usefixtures("few_passages")
 class TestLicences:
     @pytest.fixture
     def stated(self, animals: Animals, tmp_path: Path) -> dict[str, Path]:

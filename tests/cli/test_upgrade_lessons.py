@@ -23,8 +23,6 @@ from tuneport.errors import OptionError
 from tuneport.pipeline.upgrade import Upgrade, upgrade_to_folder
 from tuneport.runtime.resume import Work
 
-pytestmark = pytest.mark.usefixtures("few_passages")
-
 STEPS = 24
 
 
@@ -260,10 +258,9 @@ class TestResume:
     def test_a_real_kill(self, animals: Animals, run: Run, place: Path) -> None:
         program = """
 import os, runpy, signal
-from tuneport.training import neutral
+from builders.exams import shorten_exams
 from tuneport.training.distill import _Run
-begins = tuple(text[:40] for text in neutral.passages()[:4])
-neutral.passages, neutral.WRITTEN = lambda: begins, 2
+shorten_exams()
 save = _Run.save
 def killed(self, step, saved):
     save(self, step, saved)

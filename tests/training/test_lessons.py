@@ -97,7 +97,6 @@ class TestExtra:
         written_judge = like_own and count < 50
         assert ((held_out.indices < count) != written_judge).all()
 
-    @pytest.mark.usefixtures("few_passages")
     def test_few_own_samples_are_all_taught_beside_others_like_them(self, models: Sides[Model]) -> None:
         student = student_of(models.target, TaskVector({}), None, 0).module
         config = DistillConfig.of(steps=1)
@@ -106,7 +105,6 @@ class TestExtra:
         found = distill(own(models, 10), student, config, extra=extra(40))
         assert (found.samples, found.extra, found.held_out) == (5, 40, 5)
 
-    @pytest.mark.usefixtures("few_passages")
     def test_samples_that_judge_are_not_taught(self, models: Sides[Model], tmp_path: Path) -> None:
         """Another text among the last own samples leaves the trained weights as they are, one before them does not."""
 

@@ -34,13 +34,13 @@ def test_passages_are_packaged() -> None:
     assert any(not text.isascii() for text in found), "some are in other languages"
 
 
-@pytest.mark.usefixtures("few_passages")
-def test_the_loss_is_that_of_transformers(models: Sides[Model]) -> None:
-    """The mean over the tokens of every other passage."""
+def test_the_loss_is_that_of_transformers(models: Sides[Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean over the tokens of every other packaged passage."""
+    monkeypatch.setattr(neutral, "passages", passages)
     model = models.target
     assert model.inputs.reader is not None
     total, count = 0.0, 0
-    for text in neutral.passages()[1::2]:
+    for text in passages()[1::2]:
         ids = model.inputs.reader.tokenizer(text, return_tensors="pt").input_ids
         with torch.no_grad():
             total += float(model.module(ids, labels=ids).loss) * (ids.shape[1] - 1)
@@ -49,7 +49,6 @@ def test_the_loss_is_that_of_transformers(models: Sides[Model]) -> None:
     assert Neutral(model).base == pytest.approx(total / count, rel=1e-5)
 
 
-@pytest.mark.usefixtures("few_passages")
 def test_the_anchor_is_zero_at_the_start_and_grows(models: Sides[Model]) -> None:
     anchors = Neutral(models.target)
     student = student_of(models.target, TaskVector({}), None, 0).module
@@ -65,7 +64,6 @@ def test_the_anchor_is_zero_at_the_start_and_grows(models: Sides[Model]) -> None
     assert 1e-3 < found[0] < found[1]
 
 
-@pytest.mark.usefixtures("few_passages")
 def test_the_anchor_counts_all_tokens(models: Sides[Model], monkeypatch: pytest.MonkeyPatch) -> None:
     """A student that is surer of the likely tokens is away from the target too: a divergence is not below zero."""
     monkeypatch.setattr(neutral, "LIKELY", 4)
@@ -75,7 +73,6 @@ def test_the_anchor_counts_all_tokens(models: Sides[Model], monkeypatch: pytest.
     assert float(Neutral(models.target).anchor(student, 0).detach()) > 1e-3
 
 
-@pytest.mark.usefixtures("few_passages")
 def test_a_model_that_reads_and_writes_has_an_anchor_too(tmp_path: object) -> None:
     model = open_model(write(tmp_path / "t5", make("t5"), t5_tokenizer()))  # type: ignore[operator]
     found = Neutral(model)
