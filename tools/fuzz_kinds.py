@@ -56,7 +56,7 @@ from tuneport.models.chat import render_chat
 from tuneport.models.families import open_tokenizer
 from tuneport.models.heads import read_head
 from tuneport.models.open import open_model
-from tuneport.runtime.resume import load_statistics, save_statistics
+from tuneport.runtime.resume import Work, load_statistics, save_statistics
 from tuneport.task_vectors.lora_format import open_adapter
 from tuneport.task_vectors.lora_read import task_vector_of
 from tuneport.task_vectors.vector import TaskVector, load_task_vector, save_task_vector
@@ -368,7 +368,9 @@ def saved_work(root: Path) -> Iterator[Kind]:
         lambda path: Cells(path.with_name("paper"), "x").load(),
     )
     (root / "work" / "tuneport.json").write_text(json.dumps({"method": "bico", "target": {"path": "a"}}))
-    yield Kind("run record", "work/tuneport.json", spoil_json, lambda path: finished(path.parent, ModelOutput()))
+    yield Kind(
+        "run record", "work/tuneport.json", spoil_json, lambda path: finished(Work(path.parent, {}), ModelOutput())
+    )
     (root / "work" / "README.md").write_text("---\nlicense: mit\ntags: [a, b]\n---\n# A model\n")
     yield Kind("model card", "work/README.md", spoil_bytes, _licence)
     vector = TaskVector({"a": torch.ones(3, 2)})

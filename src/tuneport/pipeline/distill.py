@@ -25,7 +25,7 @@ from ..methods import get_method
 from ..models.base import Model, ModelLike
 from ..models.change import change_of, opened
 from ..models.heads import Head, choose_head
-from ..models.open import dtype_on, open_both, outline_model, path_of, pick_device, pick_dtype
+from ..models.open import dtype_on, open_both, outline_model, pick_device, pick_dtype
 from ..models.sharding import sharded
 from ..outputs import Output, Update, output_of
 from ..pairing import Plan
@@ -39,9 +39,10 @@ from ..training.distill import teach
 from ..training.state import StateFile
 from ..types import Events, Sides
 from .evaluate import with_protocol
+from .inputs import identity_of_parts
 from .lessons import Lessons, OldModel, Rows, lessons_of, read_own, samples_of, texts_of_test_split
 from .result import Result
-from .run import claimed_by_first, finished, state_file
+from .run import check_out, claimed_by_first, finished, state_file
 
 
 def distill(
@@ -78,18 +79,13 @@ def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Even
     A killed run can be resumed to the same bytes.
     """
     out, output, events = Path(inputs.out), output_of(_output_options(config)), events or Events()
-    read = (inputs.finetuned, inputs.target, inputs.data, inputs.source, config.head)
-    places = [path_of(path) for path in read if isinstance(path, (str, Path))]
-    by_first(lambda: output.check_place(out, config.overwrite or config.resume, inputs=places))
+    check_out(out, output, config, inputs.finetuned, inputs.target, inputs.data, inputs.source, config.head)
     found = _prepare(inputs.finetuned, inputs.target, inputs.data, inputs.source, config)
     if inputs.data is not None:
         found = replace(found, about=with_protocol(found.about, found.old.models.target, inputs.data, config.head))
-    conditions = deciding(found.about, config)
-    work = Work(out, conditions, config.save_every)
+    work = Work(out, deciding(found.about, config), config.save_every)
     with claimed_by_first(out):
-        done = by_first(lambda: finished(out, output)) if config.resume else None
-        if done is not None and done.get("fingerprint") == fingerprint(conditions):
-            by_first(work.remove)
+        if config.resume and (done := finished(work, output)) is not None:
             return done
         size = _size(found.old.models.target, config, output)
         by_first(lambda: output.check_place(out, config.overwrite, needed_bytes=size))
@@ -176,7 +172,7 @@ def about_upgrade(
     models: Sides[Model], tuned: Any, data: Any, own: Dataset | None, indices: Rows | None, config: UpgradeConfig
 ) -> dict[str, Any]:
     """The inputs of an upgrade with their SHA-256, and its options, for the record."""
-    parts = [identity_of(opened(part)) for part in (tuned if isinstance(tuned, (list, tuple)) else [tuned])]
+    parts = tuned if isinstance(tuned, (list, tuple)) else [tuned]
     drawn: Mapping[str, Any] = {"name": "written samples"}
     if own is not None:
         drawn = {
@@ -189,9 +185,7 @@ def about_upgrade(
         "options": config.to_json(),
         "resolved": {"device": str(models.target.device), "dtype": config.dtype},
         "source": identity_of(models.source),
-        "finetuned": parts[0]
-        if len(parts) == 1
-        else {"name": " + ".join(part["name"] for part in parts), "parts": parts},
+        "finetuned": identity_of_parts([opened(part) for part in parts]),
         "target": identity_of(models.target),
         "data": drawn,
         "versions": versions(),

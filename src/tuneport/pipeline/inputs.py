@@ -327,7 +327,7 @@ def describe_inputs(
         "options": config.to_json(),
         "resolved": {"device": str(device), "dtype": dtype, "loss": calibration.loss_name},
         "source": identity_of(models.source),
-        "finetuned": _identity_of_parts(change),
+        "finetuned": identity_of_parts(change.parts),
         "target": identity_of(models.target),
         "data": drawn,
         "versions": versions(),
@@ -354,9 +354,9 @@ def describe_inputs(
     return record
 
 
-def _identity_of_parts(change: Change) -> dict[str, Any]:
+def identity_of_parts(parts: Iterable[Any]) -> dict[str, Any]:
     """The identity of the fine-tune, or of several whose changes are added."""
-    inputs = [identity_of(part) for part in change.parts]
+    inputs = [identity_of(part) for part in parts]
     if len(inputs) == 1:
         return inputs[0]
     return {"name": " + ".join(part["name"] for part in inputs), "parts": inputs}

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..config import TransferConfig, TransferInputs
+from ..config import DistillConfig, TransferConfig, TransferInputs, UpgradeConfig
 from ..data.dataset import Dataset
 from ..errors import DataError, TuneportError
 from ..io.output import claimed
@@ -49,10 +49,8 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
     test = read_test(inputs.data, config.columns) if config.evaluate else None
     labelled = test is not None and test.labels is not None  # others are scored without a loss
     out, output = Path(inputs.out), output_of(config)
-    read = (inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head)
-    paths = [path_of(place) for place in read if isinstance(place, (str, Path))]
     with claimed_by_first(out):
-        by_first(lambda: output.check_place(out, config.overwrite or config.resume, inputs=paths))
+        check_out(out, output, config, inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head)
         setup, untested = prepare(*given, config, tested=labelled or None), ""
         about = with_protocol(setup.about, setup.models.target, inputs.data, config.head, config.columns)
         setup = replace(setup, about=about)
@@ -60,6 +58,12 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
             usual = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
             test, untested = (None, usual) if isinstance(usual, str) else (usual, "")
         return write_run(setup, out, config, events, test=test, untested=untested)
+
+
+def check_out(out: Path, output: Output, config: TransferConfig | DistillConfig | UpgradeConfig, *read: object) -> None:
+    """Refuse, before anything is read, an output that cannot be written there."""
+    paths = [path_of(place) for place in read if isinstance(place, (str, Path))]
+    by_first(lambda: output.check_place(out, config.overwrite or config.resume, inputs=paths))
 
 
 @contextmanager
@@ -104,9 +108,8 @@ def _write_run(
         events.note("the scale is 1, as in the paper: no sample can be scored to choose it")
     conditions = conditions_of(setup.about, config, method, scale)
     work = Work(out, conditions, config.save_every)
-    done = by_first(lambda: finished(out, output)) if config.resume else None
-    if done is not None and done.get("fingerprint") == fingerprint(conditions):
-        by_first(work.remove)
+    done = finished(work, output) if config.resume else None
+    if done is not None:
         events.note(f"{out} was complete already")
         if on is None or done.get("evaluation", {}).get("samples") == len(on.test):
             return done
@@ -260,10 +263,17 @@ def state_file(work: Work) -> StateFile:
     return StateFile(work.training_state, fingerprint(work.conditions), work.every)
 
 
-def finished(out: Path, output: Output) -> dict[str, Any] | None:
-    """The run record of an output that is there already."""
-    try:
-        record = output.read_record(out)
-    except (TuneportError, KeyError, ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) else None
+def finished(work: Work, output: Output) -> dict[str, Any] | None:
+    """The run record of an output that is there already, if the same conditions made it; its work is removed."""
+
+    def read() -> dict[str, Any] | None:
+        try:
+            record = output.read_record(work.out)
+        except (TuneportError, KeyError, ValueError, RecursionError):
+            return None
+        same = isinstance(record, dict) and record.get("fingerprint") == fingerprint(work.conditions)
+        if same:
+            work.remove()
+        return record if same else None
+
+    return by_first(read)

@@ -29,7 +29,6 @@ from ..measure.routes import RouteJudge, RouteScore
 from ..methods import get_method
 from ..models.base import Model, ModelLike
 from ..models.change import Finetuned, is_whole
-from ..models.open import path_of
 from ..models.weights import changed
 from ..outputs import output_of
 from ..processes import by_first
@@ -43,7 +42,7 @@ from .estimate import check_same_shapes
 from .inputs import conditions_of, open_models, read_change
 from .lessons import MOST_SAMPLES, PORTED, Lessons, OldModel, UpgradeSamples, read_own, samples_of
 from .result import Result
-from .run import claimed_by_first, finished
+from .run import check_out, claimed_by_first, finished
 from .transfer import Setup, prepare, run
 
 RANK = 16  # of a LoRA
@@ -122,17 +121,13 @@ def upgrade_to_folder(
     """
     events, out = events or Events(), Path(inputs.out)
     read = (inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head, config.extra, config.generator)
-    paths = [path_of(place) for place in read if isinstance(place, (str, Path))]
     with claimed_by_first(out):
-        place = output_of(_transfer_config(config))
-        by_first(lambda: place.check_place(out, config.overwrite or config.resume, inputs=paths))
+        check_out(out, output_of(_transfer_config(config)), config, *read)
         tuned: Any = inputs.finetuned if len(inputs.finetuned) > 1 else inputs.finetuned[0]
         source, target = models or (inputs.source, inputs.target)
         opened = _open(source, tuned, target, inputs.data, config)
         work, output = Work(out, deciding(opened.about, config), config.save_every), output_of(opened.asked)
-        done = by_first(lambda: finished(out, output)) if config.resume else None
-        if done is not None and done.get("fingerprint") == fingerprint(work.conditions):
-            by_first(work.remove)
+        if config.resume and (done := finished(work, output)) is not None:
             return done
         by_first(lambda: output.check_place(out, config.overwrite))
         if not config.resume:

@@ -45,10 +45,8 @@ class HuggingFace(Family):
         folder = Path(reference)
         if _is_gguf(reference):
             return _from_gguf(folder, device, dtype)
-        if not trust_remote_code:
-            _check_kernels(folder)
+        config = _read_config(folder, check=not trust_remote_code)
         stored = open_checkpoint(folder)
-        config = read_object(folder / "config.json", "a model configuration")
         if words := quantisation(config, folder):
             return _dequantised(reference, stored, device, trust_remote_code, dtype, words)
         module = _fitting(folder, stored, partial(_load, folder, trust_remote_code, dtype)).to(device).eval()
@@ -66,9 +64,8 @@ class HuggingFace(Family):
         folder = Path(reference)
         if _is_gguf(reference):
             raise CheckpointError(f"{folder} is a GGUF file, and cannot be loaded block by block: {CONVERT}.")
-        _check_kernels(folder)
+        config = _read_config(folder, check=True)
         stored = open_checkpoint(folder) if weights else None
-        config = read_object(folder / "config.json", "a model configuration")
         if weights and (words := quantisation(config, folder)):
             raise CheckpointError(f"{words}, and cannot be loaded block by block: leave out `memory_budget`.")
         module = _fitting(folder, stored, partial(_outline, folder, stored, dtype))
@@ -87,7 +84,7 @@ class HuggingFace(Family):
 
         if _is_gguf(reference):
             return None
-        content = read_object(Path(reference) / "config.json", "a model configuration")
+        content = _read_config(Path(reference))
         named = content.get("architectures")
         name = named[0] if isinstance(named, list) and named else ""
         with reraised(f"{reference}/config.json cannot be used"):
@@ -133,9 +130,12 @@ def _model(
     return with_classifier(complete(model, trust_remote_code))
 
 
-def _check_kernels(folder: Path) -> None:
-    path = folder / "config.json"
-    check_kernels(read_object(path, "a model configuration"), path)
+def _read_config(folder: Path, *, check: bool = False) -> dict[str, Any]:
+    """The configuration of a model; `check` refuses native code."""
+    config = read_object(path := folder / "config.json", "a model configuration")
+    if check:
+        check_kernels(config, path)
+    return config
 
 
 @quiet()
@@ -146,7 +146,7 @@ def _dequantised(
     folder = Path(reference)
     kind, _ = _class_of(folder, stored)
     advice = "Give the model in float32, bfloat16 or float16"
-    settings = read_object(folder / "config.json", "a model configuration")["quantization_config"]
+    settings = _read_config(folder)["quantization_config"]
     if not _unpacks(settings.get("quant_method") if isinstance(settings, dict) else None):
         raise CheckpointError(f"{words}, which transformers cannot dequantise. {advice}.")
     with reraised(f"{words}, and transformers cannot dequantise it here. {advice}. The reason"):
@@ -218,8 +218,7 @@ def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
     """The class that a folder's config.json names, and whether it is a text model."""
     import transformers
 
-    path = folder / "config.json"
-    config = read_object(path, "a model configuration")
+    path, config = folder / "config.json", _read_config(folder)
     check_config(config, path, stored)
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None

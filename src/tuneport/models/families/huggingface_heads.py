@@ -138,10 +138,7 @@ def _unset(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _initialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Give values to the parameters that have none: those of linear layers by a seeded draw.
-
-    Rotations as hidden layers gave 75.5 % on TREC-6 with gte-small, normal draws 71.8 (fitted heads, 100 samples).
-    """
+    """Give values to the parameters that have none: those of linear layers by a seeded draw."""
     generator = torch.Generator().manual_seed(0)
     for part in module.modules():
         if not any(parameter.is_meta for parameter in part.parameters(recurse=False)):
