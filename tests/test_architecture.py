@@ -1,4 +1,7 @@
-"""Each name is imported from the module that defines it. `lint-imports` checks the direction of imports."""
+"""Each name is imported from the module that defines it, and values and signatures are small.
+
+`lint-imports` checks the direction of imports.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "tuneport"
+MOST_FIELDS, MOST_PARAMETERS = 10, 8
+LARGER = {  # classes with more fields, and why; a config has a field for each option of its command
+    "Option": "all that is said of an option, once",
+    "Dataset": "the columns of a table of samples, and what its reader knows of them",
+    "LayerRecord": "the entry of a layer in the run record",
+    "Row": "a row of the table of many upgrades",
+}
 
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:
@@ -40,6 +50,29 @@ def test_names_are_imported_from_their_own_module() -> None:
             wrong += [f"{path.relative_to(SOURCE)} imports {name} from {home.name}" for name in misplaced]
     assert seen
     assert not wrong
+
+
+def test_values_have_few_fields() -> None:
+    found = [
+        (node.name, sum(isinstance(part, ast.AnnAssign) and "ClassVar" not in ast.unparse(part) for part in node.body))
+        for _, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.endswith("Config")
+    ]
+    assert ("Model", 8) in found, "fields are counted"
+    assert {name for name, count in found if count > MOST_FIELDS} == set(LARGER)
+
+
+def test_functions_have_few_parameters() -> None:
+    found = {}
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                names = [item.arg for item in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+                place = f"{path.relative_to(SOURCE)}:{node.name}"
+                found[place] = len(names) - (names[:1] in (["self"], ["cls"]))
+    assert found["pipeline/solve.py:solve"] > 2, "parameters are counted"
+    assert [place for place, count in found.items() if count > MOST_PARAMETERS] == []
 
 
 def test_the_second_opinion_shares_no_code() -> None:
