@@ -218,7 +218,7 @@ def test_scores_are_the_likelihoods_of_answers(trio: list[Path]) -> None:
     scores, right = (torch.cat(parts) for parts in zip(*answers, strict=True))
     wanted = likelihood(job.target, job.samples.chosen)
     assert (scores.argmax(-1).numpy() == wanted.by_sample.predicted).all()
-    assert (right.numpy() == wanted.labels).all()
+    assert (right.numpy() == wanted.by_sample.labels).all()
     bits = -scores.gather(1, right[:, None])[:, 0].numpy() / math.log(2)
     assert bits == pytest.approx(wanted.by_sample.bits, rel=1e-5)  # float32 passes in other batches
 
