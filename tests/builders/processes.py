@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from torch.multiprocessing import start_processes
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
     ["tuneport.cli.transfer", "tuneport.pipeline.run", "transformers.models.clip.modeling_clip", "peft"]
 )
 
@@ -46,7 +46,7 @@ class Done:
 def run_program(program: str, *words: str) -> Done:
     """Run a program as `python -c` does, in a new process; a negative code is the signal that ended it."""
     with tempfile.TemporaryDirectory() as folder:
-        process = _context.Process(target=_run, args=(program, words, folder))
+        process = FORKS.Process(target=_run, args=(program, words, folder))
         process.start()
         process.join()
         assert process.exitcode is not None
@@ -63,7 +63,7 @@ def run_ranks(program: str, count: int, *words: str) -> list[Done]:
         for rank, folder in enumerate(folders):
             folder.mkdir()
             variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            running.append(_context.Process(target=_run, args=(program, words, str(folder), variables)))
+            running.append(FORKS.Process(target=_run, args=(program, words, str(folder), variables)))
             running[-1].start()
         for process in running:
             process.join()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ from safetensors import safe_open
 
 from builders.fleets import break_adapter, common, killed_worker, write_fleet
 from builders.folders import Zoo
+from builders.processes import FORKS
 from tuneport import upgrade_all
 from tuneport.config import TransferInputs, UpgradeConfig
 from tuneport.errors import TuneportError
+from tuneport.fleet import workers as working
 from tuneport.fleet.summary import Fleet
 from tuneport.fleet.workers import LOOPBACK, start_ray
 from tuneport.pipeline.upgrade import upgrade_to_folder
@@ -27,12 +31,15 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def check_all(zoo: Zoo, root: Path, **how: Any) -> None:
-    """Eight adapters, one broken, one worker killed: seven are written; the second start does what is missing."""
+def check_all(zoo: Zoo, root: Path, first: AbstractContextManager[Any], **how: Any) -> None:
+    """Eight adapters, one broken, one worker killed: seven are written; the second start does what is missing.
+
+    `first` is the context of the first start.
+    """
     listed, out = write_fleet(zoo, root / "fleet", 8), root / "out"
     shutil.copytree(listed.parent / BROKEN, root / "whole")
     break_adapter(listed.parent / BROKEN)
-    with killed_worker(out / KILLED) as killed:
+    with first, killed_worker(out / KILLED) as killed:
         found = upgrade_all(listed, out, **how, **common(zoo, listed))
     assert len(killed) == 1
     check_first(found, out)
@@ -74,8 +81,17 @@ def check_as_alone(zoo: Zoo, listed: Path, root: Path, out: Path) -> None:
     assert (root / "alone" / "model.safetensors").read_bytes() == (out / "a7" / "model.safetensors").read_bytes()
 
 
+@contextmanager
+def forked() -> Iterator[None]:
+    """Context in which workers are forked from a process that has imported the libraries, to save time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(working.multiprocessing, "get_context", lambda _: FORKS)
+        yield
+
+
 def test_local_workers(zoo: Zoo, tmp_path: Path) -> None:
-    check_all(zoo, tmp_path, workers=2)
+    """Three workers of the first start are forked, and that of the second is a new process."""
+    check_all(zoo, tmp_path, forked(), workers=2)
 
 
 class TestRay:
@@ -87,7 +103,7 @@ class TestRay:
         pytest.importorskip("ray")
 
     def test_two_workers(self, zoo: Zoo, tmp_path: Path) -> None:
-        check_all(zoo, tmp_path, workers=2, ray="local")
+        check_all(zoo, tmp_path, nullcontext(), workers=2, ray="local")
 
     def test_a_local_one_listens_on_this_machine_alone(self) -> None:
         with start_ray("local", 1) as ray:
