@@ -20,7 +20,7 @@ import torch
 from ..config import parse_bytes
 from ..errors import CheckpointError, brief, first_of
 from .output import PathLike, sync
-from .tensors import LazyTensors, describe
+from .tensors import LazyTensors, Tensors, describe
 from .untrusted import check_regular, parse_json
 from .weight_file import WeightFile, open_weights, write_safetensors
 
@@ -160,7 +160,7 @@ def _open_index(index: Path) -> dict[str, WeightFile]:
 
 
 def write_checkpoint(
-    folder: PathLike, tensors: Mapping[str, torch.Tensor], *, max_shard_size: int | str = "5GB", stem: str = "model"
+    folder: PathLike, tensors: Tensors, *, max_shard_size: int | str = "5GB", stem: str = "model"
 ) -> list[Path]:
     """Write tensors as from_pretrained expects them, one at a time, and return the files written.
 
@@ -213,7 +213,7 @@ def _digest(path: str, *_: int) -> str:
         return sha_fileobj(file).hex()
 
 
-def digest_of(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
+def digest_of(text: str, tensors: Tensors) -> str:
     """SHA-256 of a text and of tensors with their names, shapes and dtypes, read one at a time."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):

@@ -15,6 +15,7 @@ import torch
 from ..errors import CheckpointError, first_of
 
 T = TypeVar("T")
+Tensors = Mapping[str, torch.Tensor]  # by name
 _PIECE = 2**22  # elements of a piece
 
 
@@ -85,7 +86,7 @@ class LazyMapping(Mapping[str, T]):
 LazyTensors = LazyMapping[torch.Tensor]
 
 
-def describe(tensors: Mapping[str, torch.Tensor], name: str) -> TensorSpec:
+def describe(tensors: Tensors, name: str) -> TensorSpec:
     """The TensorSpec of one tensor, without reading it from a lazy mapping that knows it."""
     return tensors.spec(name) if isinstance(tensors, LazyMapping) else _spec_of(tensors[name])
 
@@ -94,7 +95,7 @@ def _spec_of(tensor: Any) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), tensor.dtype, getattr(tensor, "rank", None))
 
 
-def renamed(tensors: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> LazyTensors:
+def renamed(tensors: Tensors, names: Mapping[str, str]) -> LazyTensors:
     """Tensors under other names, by `names` of new name -> old name."""
     return LazyTensors(names, lambda name: tensors[names[name]], lambda name: describe(tensors, names[name]))
 

@@ -6,20 +6,20 @@ Each check collects all findings into one CheckpointError that says what to do.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
 
 from ..errors import CheckpointError, first_of
-from .tensors import TensorSpec, all_finite, describe
+from .tensors import Tensors, TensorSpec, all_finite, describe
 
 LONGEST_PATTERN = 200  # characters of a pattern in an error
 MOST_PARTS = 20  # of a name, whose prefixes are compared
 
 
-def check_finite(tensors: Mapping[str, torch.Tensor], names: Iterable[str] | None = None) -> None:
+def check_finite(tensors: Tensors, names: Iterable[str] | None = None) -> None:
     """Raise a CheckpointError that names the tensors holding NaN or infinity, reading one at a time."""
     chosen = list(tensors if names is None else names)
     bad = [name for name in chosen if _is_weight(describe(tensors, name)) and not all_finite(tensors[name])]
@@ -30,7 +30,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], names: Iterable[str] | Non
         )
 
 
-def check_unquantised(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+def check_unquantised(tensors: Tensors, names: Iterable[str]) -> None:
     """Raise a CheckpointError that names the quantised tensors."""
     chosen = [name for name in names if name in tensors]
     quantised = [f"{name} ({dtype})" for name in chosen if is_quantised(dtype := describe(tensors, name).dtype)]
@@ -46,9 +46,7 @@ def is_quantised(dtype: torch.dtype) -> bool:
     return dtype.itemsize == 1 and dtype != torch.bool
 
 
-def same_structure(
-    base: Mapping[str, torch.Tensor], finetuned: Mapping[str, torch.Tensor], exclude: Sequence[str] = ()
-) -> None:
+def same_structure(base: Tensors, finetuned: Tensors, exclude: Sequence[str] = ()) -> None:
     """Raise one CheckpointError with every weight that is missing in one model or differs in shape.
 
     `exclude` holds glob patterns of names to leave out.

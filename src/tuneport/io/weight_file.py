@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, brief, first_of, shortened
-from .tensors import TensorSpec, describe
+from .tensors import Tensors, TensorSpec, describe
 from .untrusted import check_pickle, check_regular, parse_json
 
 # In the order in which safetensors ranks them: its files store the last of them first.
@@ -187,7 +187,7 @@ def _stamp(path: Path, before: tuple[int, ...] | None = None) -> tuple[int, ...]
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]
+    path: Path, tensors: Tensors, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> None:
     """Write the tensors that `specs` names to one safetensors file, holding one of them at a time.
 

@@ -1,7 +1,6 @@
 """Objectives: how calibration samples become batches, and the loss of a model on a batch.
 
-A batch is `(inputs, labels)`: the arguments of the module's forward, and class or token numbers. Losses are sums over
-samples, or over the tokens to predict, with equal weights as in training.
+Losses are sums over samples, or over the tokens to predict, with equal weights as in training.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from ..models.tokenizer import Encoded, Reader
 from ..types import Loss
 from .tokens import scores_on
 
+Batch = tuple[dict[str, Tensor], Tensor]  # the arguments of the module's forward, and class or token numbers
 CONTRASTED = 32  # pairs of texts that are compared with one another
 ANSWERS_AT_ONCE = 4  # rows of answers for each sample of the batch size, if a model reads a question once
 
@@ -134,7 +134,7 @@ def load_loss(name: str) -> Loss:
     return loss
 
 
-def batch_for(model: Model, encoded: Encoded) -> tuple[dict[str, Tensor], Tensor]:
+def batch_for(model: Model, encoded: Encoded) -> Batch:
     """The batch of a loss, on the device and in the dtype of the model."""
     labels = encoded.labels if encoded.labels is not None else torch.empty(0)
     return model.place(encoded.inputs), labels.to(model.device)
@@ -155,18 +155,16 @@ class TokenLoss:
     model: Model
     head: Head | None = None  # has no say
 
-    def __call__(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+    def __call__(self, module: nn.Module, batch: Batch) -> Tensor:
         scores, labels, _ = labelled_tokens(self.model, module, batch)
         return F.cross_entropy(widened(scores), labels, reduction="sum")
 
-    def each(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], counts: Sequence[int] = ()) -> Tensor:
+    def each(self, module: nn.Module, batch: Batch, counts: Sequence[int] = ()) -> Tensor:
         """The sums of the samples (N,), in float64 on the CPU; `counts` as for `next_tokens`."""
         return sample_losses(self.model, module, batch, counts).cpu()
 
 
-def sample_losses(
-    model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], counts: Sequence[int] = ()
-) -> Tensor:
+def sample_losses(model: Model, module: nn.Module, batch: Batch, counts: Sequence[int] = ()) -> Tensor:
     """The cross-entropy of each sample (N,), the sum over its tokens in float64; `counts` as for `next_tokens`."""
     scores, labels, rows = labelled_tokens(model, module, batch, counts)
     return sum_by_row(F.cross_entropy(widened(scores), labels, reduction="none"), rows, len(batch[1]))
@@ -178,7 +176,7 @@ def sum_by_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def labelled_tokens(
-    model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], counts: Sequence[int] = ()
+    model: Model, module: nn.Module, batch: Batch, counts: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores (M, vocabulary) of the tokens with a label, row by row, their labels (M,), and their rows (M,).
 
@@ -199,9 +197,7 @@ def labelled_tokens(
     return scores, labels[named], named.nonzero()[:, 0]
 
 
-def next_tokens(
-    model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], counts: Sequence[int] = ()
-) -> tuple[Tensor, Tensor]:
+def next_tokens(model: Model, module: nn.Module, batch: Batch, counts: Sequence[int] = ()) -> tuple[Tensor, Tensor]:
     """Scores (N, K, vocabulary) and their labels (N, K), from the first position on that has a label.
 
     For a causal model the scores are shifted by one position. With `counts`, the first `counts[0]` rows are answers to
@@ -223,9 +219,7 @@ def next_tokens(
     return scores.view(len(labels), -1, scores.shape[-1]), labels[:, first + shift :]
 
 
-def _run_in_parts(
-    model: Model, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], wanted: Tensor, size: int
-) -> Tensor:
+def _run_in_parts(model: Model, module: nn.Module, batch: Batch, wanted: Tensor, size: int) -> Tensor:
     """The scores (M, vocabulary) of the tokens that are wanted (N, T), of so many rows at a time."""
     assert model.generation is not None
     inputs, labels = batch
@@ -272,14 +266,14 @@ class HeadLoss:
     model: Model
     head: Head | None
 
-    def __call__(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+    def __call__(self, module: nn.Module, batch: Batch) -> Tensor:
         return self._losses(module, batch, "sum")
 
-    def each(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+    def each(self, module: nn.Module, batch: Batch) -> Tensor:
         """The sums of the samples (N,), in float64 on the CPU."""
         return self._losses(module, batch, "none").double().view(len(batch[1]), -1).sum(1).cpu()
 
-    def _losses(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor], reduction: str) -> Tensor:
+    def _losses(self, module: nn.Module, batch: Batch, reduction: str) -> Tensor:
         assert self.head is not None
         scores, labels = self.head.scores(self.model, module, batch[0]), batch[1]
         if self.model.regresses:
@@ -300,7 +294,7 @@ class ContrastiveLoss:
     model: Model
     head: Head | None = None  # has no say
 
-    def __call__(self, module: nn.Module, batch: tuple[dict[str, Tensor], Tensor]) -> Tensor:
+    def __call__(self, module: nn.Module, batch: Batch) -> Tensor:
         outputs = self.model.outputs
         assert outputs.features is not None
         vectors = F.normalize(widened(outputs.features(module, batch[0])), dim=-1)

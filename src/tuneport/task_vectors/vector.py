@@ -18,7 +18,7 @@ import torch
 from ..errors import CheckpointError, TuneportError, first_of, shortened
 from ..io.checkpoint import open_checkpoint
 from ..io.output import PathLike, check_file_name, check_space, new_file
-from ..io.tensors import LazyMapping, LazyTensors, TensorSpec, all_finite, describe, pieces, unknown_tensors
+from ..io.tensors import LazyMapping, LazyTensors, Tensors, TensorSpec, all_finite, describe, pieces, unknown_tensors
 from ..io.validate import check_unquantised, is_quantised, same_structure
 from ..io.weight_file import write_safetensors
 from .low_rank import Entry, LowRank, add_entries, as_dense, norm_of
@@ -45,9 +45,7 @@ class TaskVector(LazyMapping[Entry]):
         super().__init__(entries, entries.__getitem__, describe)
 
     @classmethod
-    def between(
-        cls, base: Mapping[str, torch.Tensor], finetuned: Mapping[str, torch.Tensor], exclude: Sequence[str] = ()
-    ) -> TaskVector:
+    def between(cls, base: Tensors, finetuned: Tensors, exclude: Sequence[str] = ()) -> TaskVector:
         """Return `finetuned - base` over their floating-point tensors, without those that match `exclude`.
 
         Both must hold the same names with the same shapes; `exclude` holds glob patterns ("head.*").
@@ -146,7 +144,7 @@ class TaskVector(LazyMapping[Entry]):
         self.check_known(*chosen)
         return TaskVector(LazyMapping(chosen, self.__getitem__), self.spec)
 
-    def apply_to(self, base: Mapping[str, torch.Tensor], scale: float = 1.0) -> LazyTensors:
+    def apply_to(self, base: Tensors, scale: float = 1.0) -> LazyTensors:
         """Return `base + scale * self` as a lazy Mapping, with all tensors of the base in their own dtypes.
 
         The sum is computed in float32 (float64 if an input is) and cast once; tensors that the vector does
@@ -263,7 +261,7 @@ def load_task_vector(path: PathLike) -> TaskVector:
     return TaskVector(LazyMapping(names, read), spec)
 
 
-def _are_factors(stored: Mapping[str, torch.Tensor], name: str) -> bool:
+def _are_factors(stored: Tensors, name: str) -> bool:
     if name in stored or name + _OUT not in stored or name + _IN not in stored:
         return False
     out, in_ = describe(stored, name + _OUT), describe(stored, name + _IN)
