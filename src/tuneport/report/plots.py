@@ -30,11 +30,9 @@ def curves(
 
     Args:
         lines: The values of each line by its name; None and NaN are gaps.
-        x_label: What the labels are.
         at: The place of each label on an axis with ticks; evenly spaced and without ticks if None.
         marked: The number of a label to mark.
         ends: The ends of the scale; the smallest and the largest value where they are None.
-        logarithmic: Use a scale of powers of ten.
     """
     shown = {name: values for name, values in lines.items() if any(map(is_finite, values))}
     if not shown or not labels:

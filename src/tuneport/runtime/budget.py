@@ -55,20 +55,14 @@ def plan_passes(
     if offloaded and not measurement.signals:  # the models never run
         pairs = measurement.plan.pairs
         return Passes((pairs,), result_bytes(measurement.plan, vector, method), (forecast.solving_bytes(pairs),))
-    return _Division(measurement, vector, method, forecast, offloaded, budget).passes()
+    return _Division(measurement, vector, method, forecast, budget).passes()
 
 
 class _Division:
     """How layers are divided; `_placements` is None if the models are on the device they run on."""
 
     def __init__(
-        self,
-        measurement: Measurement,
-        vector: TaskVector,
-        method: Method,
-        forecast: Forecast,
-        offloaded: bool,
-        budget: int | None,
+        self, measurement: Measurement, vector: TaskVector, method: Method, forecast: Forecast, budget: int | None
     ) -> None:
         self._measurement, self._method, self._budget, self._forecast = measurement, method, budget, forecast
         self._device = measurement.runs_on
@@ -82,20 +76,17 @@ class _Division:
         self._result = result = result_bytes(measurement.plan, vector, method)  # on the device to the end
         self._one_block = self._returned = 0
         self._in_files = False
-        if offloaded:
+        if budget is not None and measurement.needs_placement:
             self._placements = self._placed(recomputed=False)
             weights = (pair.source.weight for pair in measurement.plan.pairs)
             smallest = min(weights, key=lambda name: math.prod(vector.spec(name).shape))
             home = vector[smallest].device.type  # the result is where the source's task vector is
             on_device = (home if home != "meta" else "cpu") == self._device.type
-            crowded = (
-                result > int(self._limit) // 4 if on_device else result + self._models > min(from_all(free_memory()))
-            )
-            self._in_files = method.by_layer and crowded
+            left = self._limit // 4 if on_device else min(from_all(free_memory())) - self._models
+            self._in_files = method.by_layer and result > left
             self._result = result if on_device and not self._in_files else 0
-            self._one_block = (
-                result_bytes(measurement.plan, vector, method, by_block=True) if on_device and self._in_files else 0
-            )
+            if on_device and self._in_files:
+                self._one_block = result_bytes(measurement.plan, vector, method, by_block=True)
             self._returned = 0 if on_device else result
 
     def passes(self) -> Passes:

@@ -159,6 +159,7 @@ class NearDuplicates:
         return {plain[at : at + self.size] for at in range(max(len(plain) - self.size + 1, 1))}
 
 
+SHARE = 0.05  # of the seed samples that may be doubtful
 CERTAIN = math.log(0.5)  # mean log-likelihood of an answer that is not doubtful
 
 
@@ -178,22 +179,17 @@ class Doubt:
 
     @classmethod
     def of(
-        cls,
-        seeds: Sequence[str],
-        answers: Sequence[str],
-        tuned: Likelihood,
-        base: Likelihood | None = None,
-        share: float = 0.05,
+        cls, seeds: Sequence[str], answers: Sequence[str], tuned: Likelihood, base: Likelihood | None = None
     ) -> Doubt:
-        """The doubt that drops at most `share` of the seed samples."""
+        """The doubt that drops at most a share of the seed samples."""
         if not seeds:
             return cls(tuned, base)
         found = np.asarray(tuned(seeds, answers), dtype=np.float64)
-        least = min(float(np.quantile(found, share)), CERTAIN)
+        least = min(float(np.quantile(found, SHARE)), CERTAIN)
         if base is None:
             return cls(tuned, None, least)
         gain = found - np.asarray(base(seeds, answers), dtype=np.float64)
-        return cls(tuned, base, least, min(float(np.quantile(gain, share)), 0.0))
+        return cls(tuned, base, least, min(float(np.quantile(gain, SHARE)), 0.0))
 
     def reasons(self, candidates: Sequence[Candidate], kept: Sequence[str]) -> Reasons:
         """Why the teacher's answer to each text is not worth learning."""
