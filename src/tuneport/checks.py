@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import Config, Declared, UpgradeConfig
-from .data.draws import count_drawn
+from .data.dataset import count_drawn
 from .data.formats import check_start, suffixes
 from .data.tasks import get_task, read_data
 from .errors import CheckpointError, DataError, OptionError, TuneportError, first_of, printable, shortened, unknown_name

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from ..errors import DataError, unknown_name
-from .dataset import Dataset
-from .draws import count_drawn
+from .dataset import Dataset, count_drawn
 
 SamplingRule: TypeAlias = Callable[[Tensor, int, Generator, Tensor | None], Tensor]
 

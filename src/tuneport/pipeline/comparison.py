@@ -36,7 +36,7 @@ from ..models.base import Model
 from ..models.change import Change, is_whole
 from ..models.heads import choose_head
 from ..models.weights import changed, finetuned
-from ..report.samples import shown
+from ..report.decision import shown
 from ..report.summary import SCORE_FORMS
 from ..training.distill import STEPS
 from ..types import Progress, Sides

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config import MeasureConfig
-from ..data.dataset import align_labels
-from ..data.draws import DEFAULT_SAMPLES
+from ..data.dataset import DEFAULT_SAMPLES, align_labels
 from ..errors import CheckpointError
 from ..measure.chance import LEAST, LEVEL, direction, tail
 from ..measure.fitted_heads import labelling_by, renamed_classes, scores_by, take_head, with_heads

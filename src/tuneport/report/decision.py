@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
+from ..errors import shortened
 from ..measure.accuracy import Evaluation
 from ..measure.routes import RouteJudge, RouteScore
-from .samples import shown
 
+SIDE = 48  # pixels of a picture
+TEXT = 200  # characters of a text
 SHOWN = 50  # disagreements that are written
 LOST = 3  # times at least that the old model gives an answer whose loss is said
 MOST_LOST = 3  # such answers that are named
@@ -84,3 +89,15 @@ def _disagreement(judge: RouteJudge, index: int, found: Evaluation) -> Mapping[s
     if judge.raw.labels is not None:
         numbers["label"] = judge.raw.labels[index]
     return {key: _answer(judge, found, index, int(one)) for key, one in numbers.items()} | shown(data.inputs[index])
+
+
+def shown(sample: Any) -> dict[str, str]:
+    """`thumbnail`, a PNG as a data URI, or `text`."""
+    if isinstance(sample, Image.Image):
+        small, file = sample.convert("RGB"), io.BytesIO()
+        small.thumbnail((SIDE, SIDE))
+        small.save(file, "PNG", optimize=True)
+        return {"thumbnail": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"}
+    if isinstance(sample, list):  # a chat
+        sample = " / ".join(str(message.get("content")) for message in sample)
+    return {"text": shortened(" / ".join(sample) if isinstance(sample, tuple) else sample, TEXT)}
