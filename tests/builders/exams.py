@@ -13,5 +13,6 @@ def shorten_exams(put: Callable[[Any, str, Any], None] = setattr) -> None:
     begins = tuple(text[:40] for text in neutral.passages()[:4])
     put(neutral, "passages", lambda: begins)
     put(neutral, "WRITTEN", 2)
+    put(neutral, "TOKENS", 8)
     put(distill, "GROUPS", 3)
     put(distill, "VIEWS", 1)

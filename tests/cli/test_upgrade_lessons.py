@@ -225,7 +225,7 @@ class TestResume:
         return write_rows(tmp_path_factory.mktemp("own") / "own.jsonl", [{"text": text} for text in TEXTS[:9]])
 
     def config(self, server: Server, **more: Any) -> UpgradeConfig:
-        given = {"template": TEMPLATE, "steps": 16, "synthetic": 12, "routes": ("distill", "synthetic")}
+        given = {"template": TEMPLATE, "steps": 10, "synthetic": 12, "routes": ("distill", "synthetic")}
         return UpgradeConfig.of(**given, generator_url=server.url, save_every=0, **more)
 
     def test_killed_at_several_moments(self, animals: Animals, own: Path, place: Path, server: Server) -> None:

@@ -25,10 +25,8 @@ import torch
 from torch import nn
 from builders.exams import shorten_exams
 from tuneport import cli
-from tuneport.training import neutral
 torch.set_num_threads(1)
 shorten_exams()
-neutral.TOKENS = 4
 gc.collect()
 gc.freeze()  # to look at few objects
 _, place, *words = sys.argv
