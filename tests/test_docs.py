@@ -235,6 +235,12 @@ def test_link_targets_exist(page: Path) -> None:
             assert anchor in {slug(heading) for heading in headings}, f"{page.name} links to {link}"
 
 
+def test_pages_that_contributors_are_sent_to_exist() -> None:
+    named = re.findall(r"`(docs/[a-z-]+\.md)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert named
+    assert [page for page in named if not (ROOT / page).is_file()] == []
+
+
 def slug(heading: str) -> str:
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 

@@ -22,7 +22,7 @@ from .errors import CheckpointError, DataError, OptionError, TuneportError, firs
 from .io.hub import looks_like_hub_id, nearest_path, why_unknown
 from .io.output import check_new_file, check_new_folder
 from .io.places import ACCEPTED, CONFIG, why_no_adapter, why_no_model
-from .types import Split
+from .types import FILE_FORMATS, Split
 
 # The names that heavy modules register.
 BILINEAR = ("bico", "bico+", "theseus", "input_only", "output_only", "gradient_only", "naive")
@@ -121,7 +121,7 @@ def _check_out(given: dict[str, Any], config: Config) -> None:
     inputs = [place for _, place in _named(given) if os.path.exists(place)]
     head = getattr(config, "head", None)
     inputs += [head] if head is not None and os.path.exists(head) else []
-    is_file = config.command == "extract" or getattr(config, "as_", "model") == "task-vector"
+    is_file = config.command == "extract" or getattr(config, "as_", None) in FILE_FORMATS
     (check_new_file if is_file else check_new_folder)(given["out"], replaced, inputs=inputs)
 
 

@@ -56,7 +56,7 @@ class Option:
     argument: bool = False  # given by its place, without a flag
     listed: bool = True  # shown by --help; the reference page has all options
     python: bool = False  # holds Python objects, which no command line can name
-    control: bool = False  # says how to run; it does not change the result
+    control: bool = False  # says how to run; another value does not keep a run from being resumed
     recorded: bool = True  # part of the run record and of the command that repeats a run
 
 

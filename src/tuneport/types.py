@@ -14,6 +14,7 @@ Signal = Literal["input", "output", "output_gradient", "input_gradient", "weight
 Completion = Literal["none", "svd"]  # how to complete a rank-deficient map
 ScaleRule = Literal["auto", "safe"]  # how to choose the scale of a transfer on its samples
 OutputFormat = Literal["model", "adapter", "task-vector"]
+FILE_FORMATS = ("task-vector",)  # those that are one file; the others are folders, with a report
 Split = Literal["train", "test"]
 Loss = Callable[["nn.Module", Any], "Tensor"]  # loss(module, batch): a sum over the samples
 Chat = list[dict[str, Any]]  # messages with "role" and "content", as chat templates take them

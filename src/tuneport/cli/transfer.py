@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from ..config import TransferConfig, TransferInputs
+from ..types import FILE_FORMATS
 from .terminal import as_options, emit_json, listening, say
 
 HARM = 3  # the exit code of --fail-on-harm
@@ -50,7 +51,7 @@ def _print_result(record: Mapping[str, Any], verbose: bool) -> None:
             say(f"{label:<12} {as_options(text)}")
         if record["scale"]:
             print_kept(record)
-    if record["as"] != "task-vector":
+    if record["as"] not in FILE_FORMATS:
         say(f"report: {Path(record['out'], 'report.html')}")
 
 

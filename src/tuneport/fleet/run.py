@@ -20,7 +20,8 @@ from ..config import TransferInputs, UpgradeConfig, UpgradeInputs
 from ..errors import CheckpointError, TuneportError, brief
 from ..io.hub import hub_name
 from ..io.output import claimed
-from ..outputs import ModelOutput, TaskVectorOutput
+from ..outputs import OUTPUTS
+from ..task_vectors.lora_write import AdapterForm
 from ..types import Events
 from .lines import Line, ListError, read_lines
 from .summary import Fleet, Row, earlier_rows, failed, fleet_of, row_of
@@ -176,8 +177,7 @@ def _done(lines: Sequence[Line], folder: Path, inputs: UpgradeInputs) -> Iterato
 
 def _record(line: Line) -> Mapping[str, Any] | None:
     """The record of a complete output, if it is what the line asks for."""
-    output = TaskVectorOutput() if line.config.as_ == "task-vector" else ModelOutput()
-    inputs = line.inputs
+    output, inputs = OUTPUTS[line.config.as_ or "model"](AdapterForm()), line.inputs
     try:
         record: Mapping[str, Any] = output.read_record(line.out)
         tuned = record["finetuned"].get("parts") or [record["finetuned"]]

@@ -1,4 +1,4 @@
-"""What can be written. A new format is a class in a module here and a line in `output_of`."""
+"""What can be written. A new format is a class in a module here, a line of OUTPUTS and a name in `types`."""
 
 from __future__ import annotations
 
