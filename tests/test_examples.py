@@ -29,7 +29,7 @@ def run(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str)
 @pytest.mark.parametrize(
     ("script", "words", "said"),
     [
-        ("upgrade_images.py", ("--steps", "40", "--samples", "300", "--routes", "port"), "Evaluation("),
+        ("upgrade_images.py", ("--steps", "40", "--samples", "150", "--routes", "port"), "Evaluation("),
         ("upgrade_text_classifier.py", ("--steps", "40", "--samples", "120", "--routes", "port"), "'label': "),
         ("upgrade_lora.py", ("--steps", "40", "--routes", "port,distill"), "$ tuneport evaluate upgraded --ask "),
     ],
