@@ -563,9 +563,9 @@ class UpgradeInputs(Declared):
 
 ROUTES = ("copy", "port", "distill", "synthetic")  # cheap to dear
 NOTHING = (
-    "there are no samples, and nothing says what to write. Pass `data` with ten samples or more (no labels), or "
-    "`describe`, one sentence about the samples, with `template` if the model reads them in a fixed form. A model that "
-    "writes passages of its own needs neither: pass synthetic alone as `routes`."
+    "there are no samples, and nothing says what to write. Pass `data` with ten samples or more (no labels), or one "
+    "sentence about them, such as `describe='Questions that customers ask their bank'`, with `template` if the model "
+    "reads them in a fixed form. For a model that writes passages of its own, pass `routes=('synthetic',)`."
 )
 
 

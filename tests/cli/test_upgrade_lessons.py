@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +188,12 @@ class TestWritten:
 
     def test_nothing_says_what_to_write(self, run: Run, animals: Animals, place: Path) -> None:
         refused = run(*words(animals, place / "out", data=False))
-        assert_refused(refused, 2, "ten samples or more (no labels)", "--describe", "--template", "--routes")
+        advice = "--describe 'Questions that customers ask their bank'", "--routes synthetic"
+        assert_refused(refused, 2, "ten samples or more (no labels)", "--template", *advice)
+        elsewhere = replace(animals, target=place / "none")
+        for option in advice:  # each goes on to the models
+            known = run(*words(elsewhere, place / "out", *shlex.split(option), data=False))
+            assert_refused(known, 1, "none")
         with pytest.raises(OptionError, match="there are no samples, and nothing says what to write"):
             upgrade(animals.base, animals.tuned, animals.target)
 
