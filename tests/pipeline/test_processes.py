@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from builders.chats import chat_tokenizer
 from builders.classifiers import write_classifier
 from builders.commands import options
 from builders.folders import SMALL, Zoo, build
-from builders.lessons import TEMPLATE, Animals
+from builders.lessons import ANSWERS, PROMPTS, TEMPLATE, Animals, memorise
 from builders.loras import adapted, saved
 from builders.processes import run_ranks
 from tuneport.io.output import RECORD
@@ -84,11 +85,13 @@ def commands(zoo: Zoo, animals: Animals, tmp_path_factory: pytest.TempPathFactor
     classifier = ["--source", source, "--finetuned", tuned, "--target", target, "--data", rows]
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(animals.base)
-    lora = saved(adapted(base, target_modules=["q_proj", "down_proj"]), place / "lora")
+    adapter = adapted(AutoModelForCausalLM.from_pretrained(animals.base), target_modules=["q_proj", "down_proj"])
+    memorise(adapter, chat_tokenizer(None), PROMPTS, ANSWERS, steps=30)
+    lora = saved(adapter, place / "lora")
     llama = ["--source", animals.base, "--finetuned", lora, "--target", animals.target, "--data", animals.texts]
     clip, twin = options(zoo, samples=None), build("clip_vision", replace(SMALL, seed=5), place / "twin")
     lesson = ["--finetuned", animals.tuned, "--target", animals.target, "--template", TEMPLATE, "--data", animals.texts]
+    asked = [*llama, "--template", TEMPLATE, "--generator", animals.generator, "--synthetic", 24, "--keep-texts"]
     lesson += ["--samples", 20, "--synthetic", 24, "--generator", animals.generator]
     found: dict[str, list[Any]] = {
         "clip": ["transfer", *clip, "--batch-size", "8"],
@@ -96,6 +99,8 @@ def commands(zoo: Zoo, animals: Animals, tmp_path_factory: pytest.TempPathFactor
         "votes": ["transfer", *options(zoo, samples=8, target=twin), "--method", "gradfix", "--scale", "1"],
         "classifier": ["transfer", *classifier, "--batch-size", "8"],
         "lesson": ["distill", *lesson, "--steps", 20, "--lora", 4, "--batch-size", 30, "--keep-texts"],
+        "upgraded": ["upgrade", *asked, "--steps", 4, "--batch-size", "8"],
+        "upgraded classifier": ["upgrade", *classifier, "--steps", 4, "--batch-size", "8"],
         "llama": ["transfer", *llama, "--as", "adapter", "--rank", "4", "--batch-size", "8"],
     }
     return {name: [str(word) for word in words] for name, words in found.items()}
@@ -154,8 +159,28 @@ def test_a_distillation_is_the_same(both: tuple[Path, Path]) -> None:
     assert curves[0][-1]["loss"] < 0.9 * curves[0][1]["loss"], "it learns"
 
 
-def test_written_texts_have_the_same_bytes(both: tuple[Path, Path]) -> None:
-    one, two = ((folder / "lesson" / "texts.jsonl").read_bytes() for folder in both)
+@pytest.mark.parametrize(("name", "chosen"), [("upgraded", "synthetic"), ("upgraded classifier", "port")])
+def test_an_upgrade_is_the_same(both: tuple[Path, Path], name: str, chosen: str) -> None:
+    """The same table of routes and the same choice; bounds are those of a transfer and of a distillation."""
+    one, two = (record(folder / name) for folder in both)
+    assert two["chosen"] == one["chosen"] == chosen
+    assert two["scale"] == one["scale"]
+    assert [row["name"] for row in one["routes"]] == ["old", "target", "copy", "port", "distill", "synthetic"]
+    for first, second in zip(one["routes"], two["routes"], strict=True):
+        assert second["neutral"] == (first["neutral"] and pytest.approx(first["neutral"], abs=1e-3))  # rounded
+        for key in first.keys() - {"neutral", "seconds"}:
+            assert second[key] == first[key], key
+    tensors = [weights(folder / name) for folder in both]
+    assert tensors[0].keys() == tensors[1].keys()
+    for key, tensor in tensors[0].items():
+        assert float((tensors[1][key] - tensor).norm()) <= 1e-4 * float(tensor.norm()), key
+    shown = [(folder / name / "disagreements.jsonl").read_bytes() for folder in both]
+    assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("name", ["lesson", "upgraded"])
+def test_written_texts_have_the_same_bytes(both: tuple[Path, Path], name: str) -> None:
+    one, two = ((folder / name / "texts.jsonl").read_bytes() for folder in both)
     assert one.count(b"\n") == 24
     assert two == one
 
