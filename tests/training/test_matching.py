@@ -258,7 +258,7 @@ class TestAnswers:
         teacher, student = torch.randn(2, 3, 4, dtype=torch.float64)
         wanted, found = (softmax(side.numpy() / matching.SOFT, axis=-1) for side in (teacher, student))
         own = student.numpy()[np.arange(3), teacher.numpy().argmax(-1)]
-        expected = matching.SOFT**2 * rel_entr(wanted, found).sum(-1).mean() - own.mean()
+        expected = matching.SOFT * rel_entr(wanted, found).sum(-1).mean() - own.mean()
         assert float(matching._answer_loss(teacher, student)) == pytest.approx(expected, rel=1e-12)
 
     def test_many_answers_are_drawn_without_the_label(self) -> None:

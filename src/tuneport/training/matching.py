@@ -260,10 +260,10 @@ def _of_answers(models: Sides[Model]) -> Matching:
 def _answer_loss(teacher: Tensor, student: Tensor) -> Tensor:
     """The divergence among the answers (N, K), softened, and the surprise at the teacher's own.
 
-    The student has to write the latter. The square keeps the gradients of softened answers as large as without.
+    The student has to write the latter. The factor makes up for part of what softening takes from the gradients.
     """
     own = student.gather(1, teacher.argmax(-1, keepdim=True))
-    return SOFT**2 * _divergence(teacher / SOFT, student / SOFT) - own.mean()
+    return SOFT * _divergence(teacher / SOFT, student / SOFT) - own.mean()
 
 
 def _of_tokens(models: Sides[Model]) -> Matching:
