@@ -2,6 +2,7 @@
 
     python benchmarks/speed/vit.py --shapes small --samples 50 --out benchmarks/results/speed
     python benchmarks/speed/vit.py --shapes large --samples 100 --device cuda --out benchmarks/results/speed
+    python benchmarks/speed/vit.py --shapes large --samples 100 --device cuda --dtype bfloat16 --first --out OUT
 
 `small` is ViT-S/16 to ViT-B/16, `large` ViT-B/16 to ViT-L/14, `tiny` a trial; random weights, random images, the task
 vector random and dense in every linear layer of the blocks. Four contenders, each in a process of its own, after a
@@ -70,6 +71,7 @@ class Setting:
 
         self.device = torch.device(options.device)
         self.max_tokens = getattr(options, "max_tokens", None)
+        self.first = getattr(options, "first", False)
         self.dtype = getattr(torch, getattr(options, "dtype", None) or "float32")
         torch.set_float32_matmul_precision("high" if options.tf32 else "highest")
         shapes = SHAPES[options.shapes]
@@ -159,7 +161,9 @@ class Setting:
     def run(self, contender: str) -> dict[str, Any]:
         if contender.startswith("half"):
             self.halve()
-        if contender in ("bare", "frozen", "half-bare"):
+        if self.first:
+            pass
+        elif contender in ("bare", "frozen", "half-bare"):
             self.bare(self.batches[:1])
         elif self.device.type == "cuda":
             self.warm_up(contender)
@@ -231,6 +235,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--tf32", action="store_true", help="let the models' products use TF32")
+    parser.add_argument("--first", action="store_true", help="no warm-up: the first run of a process")
     parser.add_argument("--max-tokens", type=int, help="adds the contender `limited`")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], help="adds the contenders `half` and `half-bare`")
     parser.add_argument("--without", nargs="*", default=[], choices=CONTENDERS)
@@ -274,6 +279,7 @@ def main() -> None:
     blocks = f"-depth{options.depth}" if options.depth else ""
     blocks += f"-{options.dtype}" if options.dtype else ""
     name = f"vit-{options.shapes}{blocks}-{torch.device(options.device).type}{'-tf32' if options.tf32 else ''}"
+    name += "-first" if options.first else ""
     only = f", {options.depth} blocks" if options.depth else ""
     title = f"{options.shapes}: N = {options.samples}, batches of {options.batch}{only}\n\n"
     bound = floor(options)
