@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -38,6 +38,7 @@ from ..processes import by_first, divided
 from ..task_vectors.vector import TaskVector
 from ..types import Events, Sides
 from .augment import Reader
+from .captured import captured
 from .loop import Pace, Schedule, passes, run_steps
 from .matching import NONE, Matching, matching_of, unlabelled
 from .neutral import TOLERANCE, Neutral
@@ -174,7 +175,8 @@ def distill(
         with precision:
             return ANCHORED * neutral.anchor(student, step // ANCHORED)
 
-    with frozen(teacher):
+    played = captured(student) if target.generates == "causal" and not config.shard else nullcontext()
+    with frozen(teacher), played:
         student.eval()
         run = _Run(teacher, student, matching, precision, neutral)
         known = run.ask_once(reader, pass_size) if matching.asking == "once" else None
@@ -408,7 +410,8 @@ def _lessons(samples: DatasetSamples, own: int, extra: Extra | None) -> tuple[Da
 def _autocast(model: Model) -> AbstractContextManager[Any]:
     """Half-precision models compute in their dtype, while what is trained stays in float32."""
     dtype = next(model.module.parameters()).dtype
-    return torch.autocast(model.device.type, dtype, enabled=dtype in (torch.float16, torch.bfloat16))
+    half, kind = dtype in (torch.float16, torch.bfloat16), model.device.type
+    return torch.autocast(kind, dtype, enabled=half, cache_enabled=kind != "cuda")  # a graph keeps no cache
 
 
 def teach(

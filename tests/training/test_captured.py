@@ -1,0 +1,111 @@
+"""Passes of a decoder that are recorded once and played again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.builders.loras import llama
+from tuneport.training.captured import STEP, WHOLE, Played, captured, is_played
+from tuneport.training.loop import Pace, Schedule, run_steps
+
+
+class Recorded(Played):
+    """Notes the shapes that would be recorded, and runs them as they are."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__(body)
+        self.recorded: list[tuple[int, ...]] = []
+
+    def record(self, ids: Tensor, mask: Tensor) -> Any:
+        self.recorded.append(tuple(ids.shape))
+        assert ids.shape == mask.shape
+        assert ids.shape[1] % STEP == 0
+        return lambda ids, mask: self.eager(ids, attention_mask=mask, use_cache=False).last_hidden_state
+
+
+def batch(rows: int, length: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(rows * length)
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, length // 2 :] = 0
+    return {"input_ids": torch.randint(2, 30, (rows, length), generator=generator), "attention_mask": mask}
+
+
+def test_a_shape_is_recorded_once_and_padding_changes_nothing() -> None:
+    model = llama().double()
+    played = Recorded(model.base_model)
+    wanted = {length: model(**batch(3, length)).logits for length in (5, 9, 20)}
+    model.base_model.forward = played
+    for _ in range(2):
+        for length, scores in wanted.items():
+            torch.testing.assert_close(model(**batch(3, length)).logits, scores, rtol=1e-10, atol=1e-10)
+    assert played.recorded == [(3, STEP), (3, 2 * STEP)]
+    assert is_played(model, WHOLE)
+    assert not is_played(model, WHOLE + 1)
+    with torch.no_grad():
+        assert not is_played(model, WHOLE)
+
+
+def test_other_inputs_and_passes_without_gradients_are_not_played() -> None:
+    model = llama()
+    played = Recorded(model.base_model)
+    model.base_model.forward = played
+    with torch.no_grad():
+        model(**batch(2, 8))
+    model(**batch(2, 8), position_ids=torch.arange(8)[None])
+    model(inputs_embeds=torch.zeros(2, 8, 16))
+    assert not played.recorded
+
+
+def test_a_decoder_that_cannot_be_recorded_is_run_as_it_is() -> None:
+    class Broken(Played):
+        def record(self, ids: Tensor, mask: Tensor) -> Any:
+            raise RuntimeError(f"operation not permitted when stream is capturing {ids.shape} {mask.shape}")
+
+    model = llama()
+    wanted = model(**batch(2, 8)).logits
+    model.base_model.forward = played = Broken(model.base_model)
+    for _ in range(2):
+        assert torch.equal(model(**batch(2, 8)).logits, wanted)
+    assert played.most == 0
+
+
+def test_nothing_is_changed_on_a_cpu_and_all_comes_back() -> None:
+    model = llama()
+    with captured(model):
+        assert "forward" not in vars(model.base_model)
+    assert "forward" not in vars(model.base_model)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_student_learns_the_same_from_graphs() -> None:
+    """Several passes a step, of several shapes: gradients are sums, as without graphs."""
+
+    def learn(play: bool) -> tuple[list[float], list[Tensor], int]:
+        torch.manual_seed(0)
+        model: nn.Module = llama().cuda().eval()
+        count = 0
+
+        def loss(step: int, rows: Tensor) -> Tensor:
+            given = {key: value.cuda() for key, value in batch(len(rows), 8 + 8 * (step % 3)).items()}
+            scores = model(**given).logits
+            return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), given["input_ids"][:, 1:].flatten())
+
+        schedule = Schedule(24, 8, 1e-3)
+        losses = []
+        with captured(model) if play else torch.enable_grad():
+            optimizer = schedule.optimizer(model)
+            for _, value in run_steps("a test", model, optimizer, schedule, 8, loss, Pace(pass_size=4)):
+                losses.append(float(value))
+            if play:
+                count = len(model.base_model.forward.graphs)
+        return losses, [each.detach().cpu() for each in model.parameters()], count
+
+    (losses, weights, _), (others, moved, count) = learn(False), learn(True)
+    assert count == 2
+    assert losses == pytest.approx(others, rel=1e-3)
+    for one, two in zip(weights, moved, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=2e-3)
