@@ -29,15 +29,17 @@ from tuneport.models.base import Model
 from tuneport.models.offload import Placement, block_paths, placed, sizes, to_temporary_file
 from tuneport.models.open import describe_module, open_model, outline_model
 from tuneport.pairing import pair_layers
-from tuneport.pipeline.estimate import estimate_shapes, measurement_of_shapes
+from tuneport.pipeline.estimate import estimate_shapes, measurement_of_shapes, teaching_of_shapes
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.samples import SCORED
+from tuneport.runtime.costs import GPU
 from tuneport.runtime.forecast import Forecast, LiveBytes
 from tuneport.runtime.passes import groups_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.types import Sides
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 BUDGET = 5 * 10**6  # bytes, fewer than both models take
 WIDTHS: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "vocab_size": 300},
@@ -373,8 +375,37 @@ def test_a_plan_needs_no_weights(tmp_path: Path, folders: dict[str, Path]) -> No
     assert nbytes[0] == nbytes[1]  # as with weights and data
     with pytest.raises(CheckpointError, match=r"old has no weights, so model\.norm\.weight cannot be read"):
         shapes.source.weights.tensors["model.norm.weight"]
-    error = estimate_shapes(source, source, PlanConfig.of(memory_budget=1000))["plans"][0]
-    assert "is too small" in error["error"]
+    small = estimate_shapes(source, source, PlanConfig.of(memory_budget=1000))
+    assert "is too small" in small["plans"][0]["error"]
+    assert [line.keys() for line in small["teaching"]["plans"]] == [{"devices", "peak_bytes"}] * 4
+
+
+def test_a_plan_of_teaching_is_scaled_from_the_measured_one(tmp_path: Path) -> None:
+    """At the shapes of the measured run it gives what was measured; models twice as large are divided."""
+    stored = json.loads((ROOT / "benchmarks/results/speed/distill-8b-cuda.json").read_text())
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256}
+    wide = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    Qwen3Config(
+        **heads, **wide | {"intermediate_size": 12288, "num_hidden_layers": 36}, architectures=["Qwen3ForCausalLM"]
+    ).save_pretrained(tmp_path / "new")
+    source, target = config_folder(tmp_path / "old", **heads, **wide), tmp_path / "new"
+    models = Sides(*(outline_model(path, dtype=torch.bfloat16, weights=False) for path in (source, target)))
+    assert stored["machine"].startswith(GPU)
+    steps, held = int(stored["options"]["steps"]), stored["held_before_bytes"]
+    options = PlanConfig.of(memory_budget=stored["peak_bytes"] + 2**20, dtype="bfloat16")
+    found = teaching_of_shapes(models, options)
+    assert found["steps"] == 1250  # ten epochs of 2,000 texts in batches of 16
+    one, two, *_ = found["plans"]
+    assert one["peak_bytes"] == pytest.approx(stored["peak_bytes"], rel=1e-5)
+    assert one["hours"] == pytest.approx(stored["seconds"] / 3600 * 1250 / steps, rel=1e-4)
+    assert (two["hours"], two["hours_of_1000"]) == pytest.approx((one["hours"] / 2, 1000 * one["hours"] / 2))
+    divided = teaching_of_shapes(models, replace(options, memory_budget=options.memory_budget - 2**21))
+    assert divided["in_parts"]
+    one, two, four, _ = divided["plans"]
+    assert "hours" not in one
+    assert (two["hours"], two["hours_of_1000"]) == pytest.approx((found["plans"][0]["hours"], 1000 * two["hours"]))
+    assert four["hours_of_1000"] == pytest.approx(two["hours_of_1000"] / 2)
+    assert two["peak_bytes"] - four["peak_bytes"] == pytest.approx(held / 4, rel=1e-5)
 
 
 def test_impossible_configurations_are_refused(tmp_path: Path) -> None:

@@ -87,3 +87,18 @@ def _print_shapes(found: Mapping[str, Any], config: PlanConfig) -> None:
         rows.append([str(line["devices"]), *cells])
     columns = ("devices", "runs over the data", "peak of a device", "off the device", "fetched by a device")
     show(rows, *columns, title=f"{found['layers']} layers, {found['samples']} texts of {config.length} tokens")
+    if "teaching" in found:
+        _print_teaching(found["teaching"], config)
+
+
+def _print_teaching(found: Mapping[str, Any], config: PlanConfig) -> None:
+    """Memory and hours of the teaching of a LoRA."""
+    from ..io.sizes import format_bytes
+
+    rows = []
+    for line in found["plans"]:
+        hours = [f"{line[name]:.3g}" if name in line else "too small" for name in ("hours", "hours_of_1000")]
+        rows.append([str(line["devices"]), format_bytes(line["peak_bytes"]), *hours])
+    title = f"teaching a LoRA {found['texts']} texts of {config.length} tokens, scaled from 8B on an {found['gpu']}"
+    held = "models in parts" if found["in_parts"] else "both models"
+    show(rows, "devices", f"peak of a device, {held}", "hours", "hours of 1,000 adapters", title=title)

@@ -25,7 +25,7 @@ from ..outputs import ModelOutput, output_of
 from ..pairing import Kept, Plan
 from ..report.summary import label_words
 from ..runtime.budget import passes_of, plan_passes
-from ..runtime.costs import Costs
+from ..runtime.costs import GPU, TEACHING, Costs
 from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
 from ..task_vectors.account import account
@@ -285,7 +285,40 @@ def estimate_shapes(source: str | Path, target: str | Path, config: PlanConfig) 
         "layers": len(measurement.plan.pairs),
         "samples": len(measurement.samples),
         "plans": lines,
+        **({"teaching": teaching_of_shapes(measurement.models, config)} if measurement.target.generates else {}),
     }
+
+
+def teaching_of_shapes(models: Sides[Model], config: PlanConfig) -> dict[str, Any]:
+    """Estimate the teaching of a LoRA with written texts: hours, and bytes of a device, scaled from a measured run.
+
+    Devices that hold both models divide the samples. Others hold parts of the models and run them in step: more of them
+    save time only where there are several fine-tunes.
+    """
+    texts, budget, size = UpgradeConfig().synthetic or 0, config.memory_budget or 0, pick_dtype(config.dtype).itemsize
+    steps = schedule_of(DistillConfig(), models.target, TEXT_BATCH, texts).steps
+    weights = sum(weight.numel() for model in models for weight in model.module.parameters())
+    hours = TEACHING.hours(steps * TEXT_BATCH * config.length, weights)
+    beside, fetched = TEACHING.bytes_beside(models.target), size * max(map(_fetched_weights, models))
+    whole = size * weights + beside <= budget
+    lines: list[dict[str, Any]] = []
+    fewest = 0  # devices that hold both models
+    for count in DEVICES:
+        peak = beside + (size * weights if whole else size * weights // count + fetched)
+        fewest = fewest or (count if peak <= budget else 0)
+        line: dict[str, Any] = {"devices": count, "peak_bytes": peak}
+        if fewest:
+            line |= {"hours": hours / count if whole else hours, "hours_of_1000": 1000 * hours / (count // fewest)}
+        lines.append(line)
+    return {"gpu": GPU, "texts": texts, "steps": steps, "in_parts": not whole, "plans": lines}
+
+
+def _fetched_weights(model: Model) -> int:
+    """The most weights of a model in parts that are whole at once: those outside blocks, and two blocks."""
+    layers = model.architecture.layers
+    inside = sum(layer.in_features * layer.out_features for layer in layers)
+    blocks = len({(layer.stack, layer.block) for layer in layers})
+    return sum(weight.numel() for weight in model.module.parameters()) - inside + 2 * inside // blocks
 
 
 def measurement_of_shapes(source: str | Path, target: str | Path, config: PlanConfig) -> Measurement:
