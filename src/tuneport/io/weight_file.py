@@ -78,10 +78,14 @@ class SafetensorsFile:
         _stamp(self.path, self._stamp)
         spec = self.specs[name]
         content = torch.empty(spec.nbytes, dtype=torch.uint8)
-        with self._readable(), self.path.open("rb") as file:
+        left = content.numpy().data
+        with self._readable(), self.path.open("rb", buffering=0) as file:
             file.seek(self._offsets[name])
-            if file.readinto(content.numpy().data) != len(content):
-                raise OSError(f"{name} is cut off")
+            while left:  # one call reads at most 2 GiB
+                count = file.readinto(left)
+                if not count:
+                    raise OSError(f"{name} is cut off")
+                left = left[count:]
         return content.view(spec.dtype).reshape(spec.shape)
 
     def _spec(self, name: str, entry: Mapping[str, Any]) -> TensorSpec:

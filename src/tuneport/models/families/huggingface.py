@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -304,18 +304,26 @@ def _load(folder: Path, trust_remote_code: bool, dtype: torch.dtype, kind: Any, 
 
 
 def _check_size(kind: Any, path: Path, stored: Checkpoint, packed: bool) -> None:
-    """Build the model on the meta device, and refuse one that is far larger than its weights."""
-    from transformers.initialization import no_init_weights
-
+    """Refuse a model that is far larger than its weights."""
     weights = count_weights(stored) * (PACKED if packed else 1)
-    with reraised(f"{path} describes no {kind.__name__}"), no_init_weights(), torch.device("meta"):
-        model = kind(kind.config_class.from_pretrained(path.parent, local_files_only=True))
-    described = sum(parameter.numel() for parameter in model.parameters())
+    with reraised(f"{path} describes no {kind.__name__}"):
+        described = _count_described(kind, path.parent, path.read_bytes())
     if described > 2 * weights + 10**7:
         raise CheckpointError(
             f"{path} is refused: it describes {described} parameters, but its weights hold {weights}. They do not "
             "belong together."
         )
+
+
+@lru_cache
+def _count_described(kind: Any, folder: Path, content: bytes) -> int:
+    """Count the parameters that a config.json of this content describes, by a model on the meta device."""
+    from transformers.initialization import no_init_weights
+
+    del content  # tells one state of the folder from another
+    with no_init_weights(), torch.device("meta"):
+        model = kind(kind.config_class.from_pretrained(folder, local_files_only=True))
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _file_names(module: Any, stored: Checkpoint | None = None) -> dict[str, str]:
