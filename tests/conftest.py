@@ -42,6 +42,18 @@ def _small_and_quiet() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _commands_made_once() -> Iterator[None]:
+    """Keep the parsers of the commands, which typer makes again for each call."""
+    from functools import cache
+
+    from typer import main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "get_command", cache(main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _short_exams() -> Iterator[None]:
     """Exams of students are short."""
     from builders.exams import shorten_exams

@@ -66,7 +66,7 @@ def serving() -> Iterator[Server]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)  # seconds until it sees its end
     thread.start()
     state.url = f"http://127.0.0.1:{server.server_port}"
     try:

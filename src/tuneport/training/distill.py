@@ -57,6 +57,7 @@ STEPS, MOST_STEPS, EPOCHS = 300, 2000, 10  # of a run whose steps follow from th
 STEPS_BESIDE = 1000  # at least, if other images are taught beside the own ones
 RATE = 0.12  # the learning rate of a model of width one
 LORA_RATE = 5.0  # times that of all weights
+MARKS = 10  # of the curve after the start, beside two early ones
 VIEWS = 4  # augmented copies of each held-out sample
 GROUPS = 10  # of held-out samples, whose losses show how sure their mean is
 ERRORS = 2.0  # standard errors by which a later state may seem worse than the best
@@ -158,7 +159,7 @@ def distill(
         pass_size = max(FEWEST_OF_BATCH, min(pass_size, PASS_LETTERS // int(lengths.max())))
     kinds = torch.from_numpy(taught.indices >= (own if extra is not None else len(samples.dataset)))  # own and others
     reader, exam = Reader(taught, steps, config.seed), Reader(held_out, VIEWS, config.seed)
-    marks = {round(steps * tenth / 10) for tenth in range(1, 11)} | {10, 30}
+    marks = {round(steps * part / MARKS) for part in range(1, MARKS + 1)} | {10, 30}
     stops = {mark for mark in marks if 0 < mark <= steps}
     neutral = Neutral(target) if target.generates is not None else None
     if neutral is not None:
