@@ -25,9 +25,9 @@ ANSWERS = tuple(SOUNDS[text.split()[1]] for text in TEXTS)
 LISTS = tuple(  # that the generator knows
     "Examples:" + "".join(f"\n- {text}" for text in TEXTS[start : start + 8]) + "\n" for start in range(0, 40, 10)
 )
-SIZE = Size(width=32, heads=4, groups=4, head_width=8, hidden=64)
+SIZE = Size(width=32, depth=1, heads=4, groups=4, head_width=8, hidden=64)
 BATCH = 20  # of a step
-OTHER = Size(width=40, heads=5, groups=5, head_width=8, hidden=64, seed=1)
+OTHER = Size(width=40, depth=1, heads=5, groups=5, head_width=8, hidden=64, seed=1)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def writer(folder: Path, family: str = "llama", template: str | None = None, siz
 
 def taught_writer(folder: Path, lines: Sequence[str], steps: int = 100, template: str | None = None) -> Model:
     """A decoder that knows these lines, each with a line break at its end."""
-    size = Size(width=32, heads=4, groups=4, head_width=8, hidden=64)
+    size = Size(width=32, depth=1, heads=4, groups=4, head_width=8, hidden=64)
     module, tokenizer = _parts("llama", template, size, {})
     rows = [tokenizer(line)["input_ids"] for line in lines]
     width = max(map(len, rows))

@@ -55,7 +55,7 @@ def words(animals: Animals, out: Path, *more: Any, data: Any = None) -> list[Any
 class TestLanguageModels:
     def test_prompts_without_answers(self, run: Run, animals: Animals, place: Path) -> None:
         """The adapter, on the new base in plain peft, agrees with the old model as often as the table says."""
-        done = run(*words(animals, place / "out", "--routes", "distill", "--steps", 40, "--json"))
+        done = run(*words(animals, place / "out", "--routes", "distill", "--steps", 60, "--json"))
         assert done.code == 0, done.err
         old, target, distilled = done.json["routes"]
         assert done.json["chosen"] == "distill"
@@ -151,7 +151,7 @@ class TestWritten:
         """The other routes go on, and the row of synthetic says why it did not."""
         server.change = lambda _: " zx"
         data = write_rows(place / "own.jsonl", [{"text": text} for text in TEXTS[:40]])
-        more = ("--routes", "distill,synthetic", "--steps", STEPS, "--synthetic", 24, "--generator-url", server.url)
+        more = ("--routes", "distill,synthetic", "--steps", STEPS, "--synthetic", 12, "--generator-url", server.url)
         done = run(*words(animals, place / "out", *more, "--json", data=data))
         assert done.code == 0, done.err
         found = {row["name"]: row for row in done.json["routes"]}
@@ -202,7 +202,7 @@ class TestWritten:
         pairs = [f"{one}, {two}" for one in SENTENCES for two in SENTENCES[4:]]
         with serving() as found:
             found.change = lambda body: f" {pairs[int(body['seed']) % len(pairs)]}"
-            options = {"routes": ("distill", "synthetic"), "steps": 6, "synthetic": 24, "generator_url": found.url}
+            options = {"routes": "synthetic", "steps": 6, "synthetic": 24, "generator_url": found.url}
             result = upgrade(source, tuned, target, data, **options)
         table = rows(result)
         assert table["synthetic"].agreement is not None, table["synthetic"].note
@@ -232,7 +232,7 @@ class TestResume:
         return write_rows(tmp_path_factory.mktemp("own") / "own.jsonl", [{"text": text} for text in TEXTS[:9]])
 
     def config(self, server: Server, **more: Any) -> UpgradeConfig:
-        given = {"template": TEMPLATE, "steps": 10, "synthetic": 12, "routes": ("distill", "synthetic")}
+        given = {"template": TEMPLATE, "steps": 6, "synthetic": 12, "routes": ("distill", "synthetic")}
         return UpgradeConfig.of(**given, generator_url=server.url, save_every=0, **more)
 
     def test_killed_at_several_moments(self, animals: Animals, own: Path, place: Path, server: Server) -> None:
@@ -276,7 +276,7 @@ def killed(self, step, saved):
 _Run.save = killed
 runpy.run_module("tuneport", run_name="__main__", alter_sys=True)
 """
-        more = ("--routes", "distill", "--samples", 24, "--steps", 24)
+        more = ("--routes", "distill", "--samples", 24, "--steps", 12)
         given = words(animals, place / "out", *more, "--save-every", 0)
         done = run_program(program, *map(str, given))
         assert done.code == -9, done.err
