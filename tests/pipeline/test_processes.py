@@ -91,8 +91,8 @@ def commands(zoo: Zoo, animals: Animals, tmp_path_factory: pytest.TempPathFactor
     llama = ["--source", animals.base, "--finetuned", lora, "--target", animals.target, "--data", animals.texts]
     clip, twin = options(zoo, samples=None), build("clip_vision", replace(SMALL, seed=5), place / "twin")
     lesson = ["--finetuned", animals.tuned, "--target", animals.target, "--template", TEMPLATE, "--data", animals.texts]
-    asked = [*llama, "--template", TEMPLATE, "--generator", animals.generator, "--synthetic", 24, "--keep-texts"]
-    lesson += ["--samples", 20, "--synthetic", 24, "--generator", animals.generator]
+    asked = [*llama, "--template", TEMPLATE, "--generator", animals.generator, "--synthetic", 16, "--keep-texts"]
+    lesson += ["--samples", 24, "--synthetic", 16, "--generator", animals.generator]
     found: dict[str, list[Any]] = {
         "clip": ["transfer", *clip, "--batch-size", "8"],
         "plus": ["transfer", *options(zoo, samples=8), "--method", "bico+", "--scale", "1"],
@@ -181,7 +181,7 @@ def test_an_upgrade_is_the_same(both: tuple[Path, Path], name: str, chosen: str)
 @pytest.mark.parametrize("name", ["lesson", "upgraded"])
 def test_written_texts_have_the_same_bytes(both: tuple[Path, Path], name: str) -> None:
     one, two = ((folder / name / "texts.jsonl").read_bytes() for folder in both)
-    assert one.count(b"\n") == 24
+    assert one.count(b"\n") == 16
     assert two == one
 
 
