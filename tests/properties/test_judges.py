@@ -29,8 +29,8 @@ from tuneport.pipeline import scale as scales
 from tuneport.pipeline.result import Result
 from tuneport.training.distill import Mark
 
-COUNT = 16
-HELD_OUT = 8  # of a distillation: the last of the draw
+COUNT = 8
+HELD_OUT = 4  # of a distillation: the last of the draw
 OPTIONS: dict[str, Any] = {"samples": COUNT, "scale": 1.0, "accept_unlikely": True}
 quick = settings(
     max_examples=50,
@@ -83,11 +83,11 @@ OTHERS = (*SCORES, "seconds", "seconds_by_stage", "files")
 def written(case: Case, place: Path, seed: int) -> tuple[bytes, str]:
     """The weights and the record, without scores and times, of a transfer with any test split."""
     random, data, out = np.random.default_rng(seed), place / "data.npz", place / "out"
-    x_test, y_test = random.integers(0, 256, (20, 16, 16, 3), dtype=np.uint8), random.integers(0, 3, 20)
+    x_test, y_test = random.integers(0, 256, (6, 16, 16, 3), dtype=np.uint8), random.integers(0, 3, 6)
     arrays = {"x_train": PIXELS, "y_train": LABELS, "x_test": x_test, "y_test": y_test}
     np.savez(data, **arrays, classes=np.array(CLASSES))
     record = port(redrawn(case, data, overwrite=True, scale="auto"), out, test=read_plain(data, "test"))
-    assert record["evaluation"]["samples"] == 20
+    assert record["evaluation"]["samples"] == 6
     told = json.dumps({key: record[key] for key in record if key not in OTHERS}, sort_keys=True)
     return (out / "model.safetensors").read_bytes(), told
 

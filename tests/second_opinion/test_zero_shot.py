@@ -56,7 +56,7 @@ def test_accuracy(agree: Callable[..., Any], zoo: Zoo, tmp_path: Path, family: s
     if as_ == "adapter":
         models["finetuned"] = saved(adapted(load(models["source"]), target_modules=tower), tmp_path / "lora")
     x_train, y_train = images(24, 1)
-    x_test = images(60, 2)[0]
+    x_test = images(24, 2)[0]
 
     def scores(folder: Path, base: Path | None) -> tuple[plain.Rows, list[str]]:
         home = base or folder
@@ -64,7 +64,7 @@ def test_accuracy(agree: Callable[..., Any], zoo: Zoo, tmp_path: Path, family: s
 
     found, names = scores(models["finetuned"], models["source"] if as_ == "adapter" else None)
     known = [list(CLASSES).index(name) if name in CLASSES else 0 for name in names]
-    labels = np.where(np.arange(60) % 4, np.array(known)[found.argmax(1)], np.arange(60) % 3)
+    labels = np.where(np.arange(24) % 4, np.array(known)[found.argmax(1)], np.arange(24) % 3)
     arrays = {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": labels}
     models["data"] = tmp_path / "animals.npz"
     np.savez(models["data"], **arrays, classes=np.array(CLASSES))
