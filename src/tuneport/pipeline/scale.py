@@ -324,7 +324,7 @@ def choose_on_halves(
             for scale in judged:
                 score(scale)
             if not judged:  # the first half says which scales the second judges
-                judged = around_least(score, judge.candidates, smallest=rule == "safe")
+                judged = around_least(partial(_loss, judge, score), judge.candidates, smallest=rule == "safe")
         asked += len(other.samples)
         by_first = judge.searches and rule == "auto" and is_clear([judge.summarize(scores[each]) for each in judged])
         if by_first or not held_out:
@@ -357,18 +357,22 @@ def _scorer(
     batches: Sequence[EvalBatch],
     scores: dict[float, list[Scores]],
     advance: Callable[[], None],
-) -> Callable[[float], float]:
-    """A function that judges a scale on batches, adds to `scores`, and returns the loss."""
+) -> Callable[[float], list[Scores]]:
+    """A function that judges a scale on batches, adds to `scores`, and returns what it adds."""
 
-    def score(scale: float) -> float:
+    def score(scale: float) -> list[Scores]:
         scaled.set(scale)
         with fitted(judge.target, scaled.module, maker.samples, fits=judge.fits_head):
             found = judge.score_batches(scaled.module, batches)
         scores.setdefault(scale, []).extend(found)
         advance()
-        return judge.summarize(found).loss
+        return found
 
     return score
+
+
+def _loss(judge: Judge, score: Callable[[float], list[Scores]], scale: float) -> float:
+    return judge.summarize(score(scale)).loss
 
 
 def around_least(
