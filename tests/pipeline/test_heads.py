@@ -30,8 +30,8 @@ from tuneport.measure.fitted_heads import fit_head, measuring
 from tuneport.measure.measurement import Measurement
 from tuneport.measure.samples import DatasetSamples
 from tuneport.methods import Transfer
-from tuneport.models.base import Labelling
 from tuneport.models.open import as_classifier, describe_module, open_model
+from tuneport.models.parts import Labelling
 from tuneport.outputs import ModelOutput
 from tuneport.pipeline.scale import Judge, ScaleChoice, choose_on_halves
 from tuneport.task_vectors.vector import TaskVector

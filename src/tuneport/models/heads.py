@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from ..errors import CheckpointError, DataError, brief, first_of, is_text
 from ..io.checkpoint import open_checkpoint, read_json
 from ..io.untrusted import check_regular, parse_json
-from .base import Batch, DatasetLike, Model, widened
+from .base import DatasetLike, Model, widened
+from .parts import Batch
 
 # Short descriptions in several wordings; their embeddings are averaged into one class embedding.
 PROMPTS = (

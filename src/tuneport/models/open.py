@@ -18,13 +18,14 @@ from ..io.sizes import free_memory
 from ..io.untrusted import check_regular_files
 from ..io.validate import check_unquantised
 from ..types import Sides
-from .base import Family, Labelling, Model, ModelLike, Weights, describe_any
+from .base import Family, Model, ModelLike, describe_any
 from .families import TOKENIZER_FILES, open_tokenizer
 from .families.huggingface import HuggingFace
 from .families.open_clip import OpenClip
 from .families.timm import Timm
 from .offload import Placement, block_paths, placed
 from .outline import count_weights
+from .parts import Labelling, Weights
 
 # Asked in this order. HuggingFace claims every folder with a config.json, so it comes last.
 FAMILIES: tuple[Family, ...] = (OpenClip(), Timm(), HuggingFace())

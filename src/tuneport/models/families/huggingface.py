@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, first_of, reraised, shortened
 from ...io.checkpoint import Checkpoint, open_checkpoint, read_object, write_checkpoint
 from ...io.validate import check_finite
-from ..base import Family, HeadedTensors, Labelling, Model, Weights, live_tensors, writer_with_config
+from ..base import Family, HeadedTensors, Model, live_tensors, writer_with_config
 from ..outline import PACKED, check_config, check_kernels, count_weights, outline_of, quantisation, unread
+from ..parts import Labelling, Weights
 from . import not_imported, quiet
 from .huggingface_heads import classifier_around, labelling_of, with_classifier
 from .huggingface_text import EXPERTS, HEADS, TEXT_KINDS, complete_text, text_class

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base import Batch
+from ..parts import Batch
 from ..tokenizer import IGNORED
 
 NEEDED = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache"}

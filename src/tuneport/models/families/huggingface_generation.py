@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base import Batch, Choose
+from ..parts import Batch, Choose
 from . import quiet
 from .huggingface_answers import KEPT, NEEDED, STRETCHED, accepts
 

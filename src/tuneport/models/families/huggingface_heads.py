@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, first_of, reraised
-from ..base import Classifier, Labelling, Model
+from ..base import Model
 from ..heads import config_classes
+from ..parts import Classifier, Labelling
 from . import quiet
 
 AUTO = {

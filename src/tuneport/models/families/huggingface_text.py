@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, first_of
 from ...io.checkpoint import read_object
 from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
-from ..base import MIXTURE, Architecture, Batch, Generation, Inputs, Model, Outputs, outside_of
+from ..base import MIXTURE, Model, outside_of
+from ..parts import Architecture, Batch, Generation, Inputs, Outputs
 from ..tokenizer import Reader
 from . import TOKENIZER_FILES, open_tokenizer
 from .huggingface_answers import answer_logits

@@ -20,20 +20,8 @@ from ...errors import CheckpointError, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.validate import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import (
-    Architecture,
-    Batch,
-    Classifier,
-    Family,
-    HeadedTensors,
-    Inputs,
-    Labelling,
-    Model,
-    Outputs,
-    Weights,
-    live_tensors,
-    read_config,
-)
+from ..base import Family, HeadedTensors, Model, live_tensors, read_config
+from ..parts import Architecture, Batch, Classifier, Inputs, Labelling, Outputs, Weights
 from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
 
 PREFIX = "timm:"
