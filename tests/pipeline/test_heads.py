@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -54,35 +51,20 @@ def pixels_of(count: int) -> Tensor:
     return ((pixels - mean) / std).permute(0, 3, 1, 2).float()
 
 
-LOAD = """
-import json, sys, torch, transformers
-folder, texts = sys.argv[1], json.loads(sys.argv[2])
-model, info = transformers.AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
-tokens = transformers.AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
-assert "tuneport" not in sys.modules
-print(json.dumps({
-    "kind": type(model).__name__, "classes": model.config.id2label, "lost": sorted(info["missing_keys"]),
-    "more": sorted(info["unexpected_keys"]), "logits": model.eval()(**tokens).logits.tolist(),
-}))
-"""
-
-
 def test_bare_encoders_and_a_full_finetune_give_a_classifier_that_transformers_loads(
     folders: Callable[..., tuple[Path, ...]], tmp_path: Path
 ) -> None:
     result = transfer(*folders(), scale=1, samples=40)
-    result.save(tmp_path / "out")
-    texts = list(SENTENCES[:5])
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, tmp_path / "out", json.dumps(texts)], capture_output=True, text=True, check=True
-    )
-    found = json.loads(done.stdout)
-    assert found["kind"] == "BertForSequenceClassification"
-    assert found["classes"] == {str(index): name for index, name in CLASSES.items()}
-    assert (found["lost"], found["more"]) == ([], [])
+    out, texts = tmp_path / "out", list(SENTENCES[:5])
+    result.save(out)
+    loaded, info = transformers.AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    assert type(loaded) is transformers.BertForSequenceClassification
+    assert loaded.config.id2label == CLASSES
+    assert (info["missing_keys"], info["unexpected_keys"]) == (set(), set())
+    found = loaded.eval()(**transformers.AutoTokenizer.from_pretrained(out)(texts, padding=True, return_tensors="pt"))
     module = result.apply()
     tokens = bert_tokenizer()(texts, padding=True, return_tensors="pt")
-    torch.testing.assert_close(torch.tensor(found["logits"]), module(**tokens).logits.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.logits, module(**tokens).logits, atol=1e-5, rtol=1e-5)
     assert result.record["head"]["classes"] == list(CLASSES.values())
     assert result.record["data"]["labels"]["by"] == "source"
 
