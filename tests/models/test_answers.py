@@ -73,13 +73,25 @@ def test_losses_are_those_of_whole_passes(name: str) -> None:
     torch.testing.assert_close(losses(*found), whole, rtol=1e-4, atol=1e-5)
 
 
+def test_gradients_are_those_of_whole_passes() -> None:
+    module, (batch, labels) = model("llama").double(), questions()
+    losses(module(**batch).logits[:, :-1], labels[:, 1:]).sum().backward()
+    whole = {name: weight.grad.clone() for name, weight in module.named_parameters()}
+    module.zero_grad()
+    found = answer_logits(module, batch, labels, COUNTS)
+    assert found is not None
+    losses(*found).sum().backward()
+    for name, weight in module.named_parameters():
+        torch.testing.assert_close(weight.grad, whole[name], rtol=1e-3, atol=1e-5)  # norms are in float32
+
+
 def test_what_answers_share_is_read_once() -> None:
     module, (batch, labels) = model("llama"), questions()
     seen: list[int] = []
     module.get_input_embeddings().register_forward_hook(lambda _m, given, _o: seen.append(given[0].numel()))
     with torch.no_grad():
         answer_logits(module, batch, labels, COUNTS)
-    assert seen == [3 * 11, 6 * 4], "the questions but for their last token; it and up to three tokens of an answer"
+    assert seen == [3 * 16], "the questions, and behind them the tokens of each answer but its last"
 
 
 def test_padding_has_no_positions_beyond_those_of_the_model() -> None:
@@ -101,7 +113,9 @@ def test_padding_has_no_positions_beyond_those_of_the_model() -> None:
     torch.testing.assert_close(losses(*found), whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("fault", ["nothing shared", "padded on the left", "other inputs", "no cache", "stretched"])
+@pytest.mark.parametrize(
+    "fault", ["nothing shared", "padded on the left", "other inputs", "no positions", "stretched", "recurrent"]
+)
 def test_rows_and_models_that_it_cannot_read(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, (batch, labels) = model("llama"), questions()
     if fault == "nothing shared":
@@ -112,7 +126,9 @@ def test_rows_and_models_that_it_cannot_read(fault: str, monkeypatch: pytest.Mon
         batch["token_type_ids"] = torch.zeros_like(labels)
     elif fault == "stretched":
         module.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    elif fault == "recurrent":
+        module.config.layer_types = ["linear_attention", "full_attention"]
     else:
-        monkeypatch.setattr("tuneport.models.families.huggingface_answers.NEEDED", {"cache"})
+        monkeypatch.setattr("tuneport.models.families.huggingface_answers.NEEDED", {"positions"})
     with torch.no_grad():
         assert answer_logits(module, batch, labels, COUNTS) is None

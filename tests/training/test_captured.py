@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from tests.builders.loras import llama
-from tuneport.training.captured import STEP, WHOLE, Played, captured, is_played
+from tuneport.data.dataset import UNLABELLED
+from tuneport.models.families.huggingface_answers import answer_logits
+from tuneport.training.captured import STEP, Played, captured
 from tuneport.training.loop import Pace, Schedule, run_steps
 
 
@@ -20,11 +23,12 @@ class Recorded(Played):
         super().__init__(body)
         self.recorded: list[tuple[int, ...]] = []
 
-    def record(self, ids: Tensor, mask: Tensor) -> Any:
-        self.recorded.append(tuple(ids.shape))
-        assert ids.shape == mask.shape
-        assert ids.shape[1] % STEP == 0
-        return lambda ids, mask: self.eager(ids, attention_mask=mask, use_cache=False).last_hidden_state
+    def record(self, inputs: dict[str, Tensor]) -> Any:
+        shape = inputs["input_ids"].shape
+        self.recorded.append(tuple(shape))
+        assert shape[1] % STEP == 0
+        names = tuple(inputs)
+        return lambda *values: self.eager(**dict(zip(names, values, strict=True)), use_cache=False).last_hidden_state
 
 
 def batch(rows: int, length: int) -> dict[str, Tensor]:
@@ -43,10 +47,20 @@ def test_a_shape_is_recorded_once_and_padding_changes_nothing() -> None:
         for length, scores in wanted.items():
             torch.testing.assert_close(model(**batch(3, length)).logits, scores, rtol=1e-10, atol=1e-10)
     assert played.recorded == [(3, STEP), (3, 2 * STEP)]
-    assert is_played(model, WHOLE)
-    assert not is_played(model, WHOLE + 1)
-    with torch.no_grad():
-        assert not is_played(model, WHOLE)
+
+
+def test_answers_to_one_question_are_played_too() -> None:
+    model = llama().double()
+    asked = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 10, 0], [11, 12, 13, 14, 0]])
+    labels = asked.where(torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 1, 0], [0, 0, 0, 1, 0]]) > 0, UNLABELLED)
+    given = {"input_ids": asked, "attention_mask": (asked > 0).long()}
+    wanted = answer_logits(model, given, labels, (2, 1))
+    model.base_model.forward = played = Recorded(model.base_model)
+    found = answer_logits(model, given, labels, (2, 1))
+    assert wanted is not None
+    assert found is not None
+    assert torch.equal(found[0], wanted[0])
+    assert played.recorded == [(2, STEP)]
 
 
 def test_other_inputs_and_passes_without_gradients_are_not_played() -> None:
@@ -55,15 +69,15 @@ def test_other_inputs_and_passes_without_gradients_are_not_played() -> None:
     model.base_model.forward = played
     with torch.no_grad():
         model(**batch(2, 8))
-    model(**batch(2, 8), position_ids=torch.arange(8)[None])
+    model(**batch(2, 8), past_key_values=transformers.DynamicCache())
     model(inputs_embeds=torch.zeros(2, 8, 16))
     assert not played.recorded
 
 
 def test_a_decoder_that_cannot_be_recorded_is_run_as_it_is() -> None:
     class Broken(Played):
-        def record(self, ids: Tensor, mask: Tensor) -> Any:
-            raise RuntimeError(f"operation not permitted when stream is capturing {ids.shape} {mask.shape}")
+        def record(self, inputs: dict[str, Tensor]) -> Any:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {list(inputs)}")
 
     model = llama()
     wanted = model(**batch(2, 8)).logits

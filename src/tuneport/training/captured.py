@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 STEP = 16  # tokens: lengths are padded to a multiple of it
-WHOLE = 8192  # tokens whose launches take longer than the tokens themselves
+KNOWN = ({"attention_mask"}, {"attention_mask", "position_ids"})  # inputs beside the tokens
+IGNORED = ("use_cache", "return_dict")
 MOST = 64  # shapes that are recorded: each keeps its inputs, outputs and gradients
 
 
@@ -36,46 +37,44 @@ def captured(module: nn.Module) -> Iterator[None]:
         del body.forward
 
 
-def is_played(module: nn.Module, tokens: int) -> bool:
-    """Whether to give whole rows of so many tokens to a graph: few, since rows that share their begin compute more."""
-    forward = getattr(getattr(module, "base_model", module), "forward", None)
-    return isinstance(forward, Played) and forward.most > 0 and tokens <= WHOLE and torch.is_grad_enabled()
-
-
 class Played:
-    """The forward pass of a decoder, from a graph if its inputs are tokens and their mask alone."""
+    """The forward pass of a decoder, from a graph if its inputs are tokens, their mask and perhaps their places."""
 
     def __init__(self, body: nn.Module) -> None:
         self.body, self.eager, self.most = body, body.forward, MOST
         self.kind: Any = None  # of what the decoder gives
-        self.graphs: dict[tuple[int, ...], Callable[[Tensor, Tensor], Tensor]] = {}
+        self.graphs: dict[tuple[torch.Size, ...], Callable[..., Tensor]] = {}
         self.pool: Any = None
 
-    def __call__(self, input_ids: Tensor | None = None, *, attention_mask: Tensor | None = None, **others: Any) -> Any:
-        more = {name for name, value in others.items() if value is not None} - {"use_cache", "return_dict"}
-        if more or input_ids is None or attention_mask is None or not torch.is_grad_enabled():
-            return self.eager(input_ids, attention_mask=attention_mask, **others)
+    def __call__(self, input_ids: Tensor | None = None, **others: Any) -> Any:
+        given = {name: value for name, value in others.items() if value is not None and name not in IGNORED}
+        plain = all(isinstance(value, Tensor) for value in given.values())
+        if input_ids is None or not plain or set(given) not in KNOWN or not torch.is_grad_enabled():
+            return self.eager(input_ids, **others)
         if self.kind is None:
             with torch.no_grad():
-                self.kind = type(self.eager(input_ids, attention_mask=attention_mask, use_cache=False))
-        length = input_ids.shape[1]
-        ids, mask = (F.pad(each, (0, -length % STEP)) for each in (input_ids, attention_mask))
-        if ids.shape not in self.graphs and len(self.graphs) < self.most:
+                self.kind = type(self.eager(input_ids, **others))
+        length, inputs = input_ids.shape[1], {"input_ids": input_ids, **given}
+        if given["attention_mask"].ndim == 2:
+            inputs = {name: F.pad(value, (0, -length % STEP)) for name, value in inputs.items()}
+        shapes = tuple(value.shape for value in inputs.values())
+        if shapes not in self.graphs and len(self.graphs) < self.most:
             try:
-                self.graphs[ids.shape] = self.record(ids, mask)
+                self.graphs[shapes] = self.record(inputs)
             except RuntimeError:  # a decoder that waits for the device between its kernels
                 self.most = 0
-        if ids.shape not in self.graphs:
-            return self.eager(input_ids, attention_mask=attention_mask, **others)
-        return self.kind(last_hidden_state=self.graphs[ids.shape](ids, mask)[:, :length])
+        if shapes not in self.graphs:
+            return self.eager(input_ids, **others)
+        return self.kind(last_hidden_state=self.graphs[shapes](*inputs.values())[:, :length])
 
-    def record(self, ids: Tensor, mask: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def record(self, inputs: dict[str, Tensor]) -> Callable[..., Tensor]:
         """A function that plays the passes of this shape; the shapes share their memory, since none runs in another."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # recorded on a stream of its own
-        found: Callable[[Tensor, Tensor], Tensor] = torch.cuda.make_graphed_callables(
-            _Body(self.body, self.eager), (ids, mask), num_warmup_iters=1, allow_unused_input=True, pool=self.pool
+        body = _Body(self.body, self.eager, tuple(inputs))
+        found: Callable[..., Tensor] = torch.cuda.make_graphed_callables(
+            body, tuple(inputs.values()), num_warmup_iters=1, allow_unused_input=True, pool=self.pool
         )
         return found
 
@@ -83,11 +82,12 @@ class Played:
 class _Body(nn.Module):
     """A decoder as a function of tensors alone."""
 
-    def __init__(self, body: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, body: nn.Module, forward: Callable[..., Any], names: tuple[str, ...]) -> None:
         super().__init__()
-        self.body, self.passed = body, forward
+        self.body, self.passed, self.names = body, forward, names
         self.train(body.training)
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        found: Tensor = self.passed(ids, attention_mask=mask, use_cache=False).last_hidden_state
+    def forward(self, *values: Tensor) -> Tensor:
+        given = dict(zip(self.names, values, strict=True))
+        found: Tensor = self.passed(**given, use_cache=False).last_hidden_state
         return found

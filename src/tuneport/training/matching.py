@@ -29,7 +29,6 @@ from ..models.base import Model, widened
 from ..models.heads import Head
 from ..models.tokenizer import PADDING, Encoded
 from ..types import Sides
-from .captured import is_played
 
 Ask = Callable[[nn.Module, Encoded], Any]
 Tokens = tuple[Tensor, Tensor, int]  # scores (N, K, vocabulary) and labels (N, K) from this position on
@@ -236,9 +235,7 @@ def _of_answers(models: Sides[Model]) -> Matching:
 
     def ask(model: Model) -> Ask:
         def answer(module: nn.Module, encoded: Encoded) -> Tensor:  # (N, most answers)
-            inputs, labels = batch_for(model, encoded)
-            counts = () if is_played(module, labels.numel()) else encoded.counts
-            losses = sample_losses(model, module, (inputs, labels), counts)
+            losses = sample_losses(model, module, batch_for(model, encoded), encoded.counts)
             return pad_sequence((-losses).split(list(encoded.counts)), batch_first=True, padding_value=NONE)
 
         return answer
