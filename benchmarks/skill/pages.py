@@ -158,17 +158,19 @@ def _mean(found: Table, places: Sequence[tuple[str, str]], arm: str) -> str:
 def _cells(found: Table, arms: Sequence[str], *more: str) -> list[str]:
     """A line for each cell that has rows, further lines, and what is missing."""
     arms = _with_rows(found, arms)
-    lines, lost = _head("task", "pair", *arms), []
+    lines, lost = _head("task", "pair", *arms), defaultdict(list)
     for task in found.group.tasks:
         kind = found.group.scores(task)[0]
         for pair, _ in found.group.places(list(found.group.grid), [task]):
             cells = [_score(found, pair, task, arm, 3 if kind == "bits" else 1) for arm in arms]
             if set(cells) == {DASH}:
-                lost.append(f"`{task} {short(pair)}`")
+                lost[task].append(f"`{short(pair)}`")
             else:
                 words = task if kind == "accuracy" else f"{task}, {NAMES[kind]}"
                 lines.append(f"| {words} | {short(pair)} | " + " | ".join(cells) + " |")
-    return [*lines, *more, "", *_made(found), *([f"Missing: {'; '.join(lost)}."] if lost else [])]
+    whole = {task: len(found.group.places(list(found.group.grid), [task])) for task in lost}
+    named = [f"`{task}`" + ("" if len(each) == whole[task] else f" {', '.join(each)}") for task, each in lost.items()]
+    return [*lines, *more, "", *_made(found), *([f"Missing: {'; '.join(named)}."] if named else [])]
 
 
 def _made(found: Table) -> list[str]:
