@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, chain, product
 from statistics import median_low
 from typing import Any
 
@@ -285,7 +285,8 @@ class _Run:
     def mark(self, step: int, exam: Reader) -> None:
         """Add a point to the curve, and keep the state if none before it is better beyond chance."""
         with torch.no_grad():
-            judged = divided([*enumerate(self._batches(exam))], lambda item: self._judged(item[0], *item[1]))
+            found = divided([*enumerate(self._batches(exam))], lambda item: self._judged(item[0], *item[1]))
+        judged = [*chain(*found)]
         counts = sum(count for count, _, _ in judged)
         loss = float(sum(count * value for count, value, _ in judged) / counts)
         agreement = float(sum(count * value for count, _, value in judged) / counts)
@@ -311,28 +312,38 @@ class _Run:
             }
             self.best_step = step
 
-    def _judged(self, number: int, count: int, read: Callable[[], Sides[Encoded]]) -> tuple[int, Tensor, Tensor]:
-        """The count of samples of a held-out batch, their loss and agreement."""
+    def _judged(
+        self, number: int, sizes: Sequence[int], read: Callable[[], Sides[Encoded]]
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """Of each group of a held-out batch: the count of samples, their loss and agreement."""
         answers, exam = self._answers(read(), self.known.get(number)), self.matching.exam or self.matching.loss
         if self.matching.asking != "plain":  # the scores of a sample are few, unlike those of its tokens
             self.known[number] = answers[0]
-        return count, exam(*answers).cpu(), self.matching.agreement(*answers).cpu()
+        ends = [*accumulate(sizes)]
+        groups = [[_rows(side, end - size, end) for side in answers] for size, end in zip(sizes, ends, strict=True)]
+        return [
+            (size, exam(*group).cpu(), self.matching.agreement(*group).cpu())
+            for size, group in zip(sizes, groups, strict=True)
+        ]
 
-    def _batches(self, exam: Reader) -> Iterator[tuple[int, Callable[[], Sides[Encoded]]]]:
-        """The held-out samples and, where the teacher can judge them, the same views of them each time, with counts."""
-        size = self.matching.pass_size
-        if self.matching.apart:
-            size = min(size, math.ceil(len(exam.samples) / GROUPS))
-        rows = passes(torch.arange(len(exam.samples)), size)
+    def _batches(self, exam: Reader) -> Iterator[tuple[list[int], Callable[[], Sides[Encoded]]]]:
+        """The held-out samples and, where the teacher can judge them, the same views of them each time.
+
+        Each batch comes with the sizes of the groups that it holds.
+        """
+        size, count = self.matching.pass_size, len(exam.samples)
+        groups = passes(torch.arange(count), min(size, math.ceil(count / GROUPS)) if self.matching.apart else size)
+        many = max(size // len(groups[0]), 1)
+        rows = [groups[at : at + many] for at in range(0, len(groups), many)]
 
         def view(copy: int, part: Tensor) -> Sides[Encoded]:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(exam.seed * 1_000_003 + copy * len(exam.samples) + int(part[0]))
                 return exam.view(part.numpy(), copy)
 
-        yield from ((len(part), partial(exam.plain, part.numpy())) for part in rows)
+        yield from (([*map(len, part)], partial(exam.plain, torch.cat(part).numpy())) for part in rows)
         for copy, part in product(range(VIEWS if self.matching.asking == "augmented" else 0), rows):
-            yield len(part), partial(view, copy, part)
+            yield [*map(len, part)], partial(view, copy, torch.cat(part))
 
     def _answers(self, batch: Sides[Encoded], wanted: Any = None) -> tuple[Any, Any]:
         with self.precision:
@@ -340,6 +351,13 @@ class _Run:
                 with torch.no_grad():
                     wanted = self.matching.ask.source(self.teacher, batch.source)
             return wanted, self.matching.ask.target(self.student, batch.target)
+
+
+def _rows(answers: Any, begin: int, end: int) -> Any:
+    """The answers to some of the samples of a batch."""
+    if isinstance(answers, tuple):
+        return tuple(_rows(each, begin, end) for each in answers)
+    return answers[begin:end] if isinstance(answers, Tensor) else answers
 
 
 def last_is_best(curve: Sequence[Mark], groups: Sequence[Sequence[float]], most: float) -> bool:
