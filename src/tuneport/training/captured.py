@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,10 +73,10 @@ class Played:
         if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)  # recorded on a stream of its own
         body = _Body(self.body, self.eager, tuple(inputs))
-        found: Callable[..., Tensor] = torch.cuda.make_graphed_callables(
+        found: Any = torch.cuda.make_graphed_callables(
             body, tuple(inputs.values()), num_warmup_iters=1, allow_unused_input=True, pool=self.pool
         )
-        return found
+        return cast(Callable[..., Tensor], found)
 
 
 class _Body(nn.Module):

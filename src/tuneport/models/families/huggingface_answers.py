@@ -52,8 +52,8 @@ def answer_logits(module: Any, batch: Batch, labels: Tensor, counts: Sequence[in
     start = shared + before - before[begin]  # where an answer begins in its row
     tokens, places, parts = [], [], []
     for first, count in zip((sizes.cumsum(0) - sizes).tolist(), counts, strict=True):
-        rows = range(first, first + count)
-        spans = [(first, 0, int(shared[first])), *((row, int(shared[row]), int(ends[row]) - 1) for row in rows)]
+        answers = ((row, int(shared[row]), int(ends[row]) - 1) for row in range(first, first + count))
+        spans = [(first, 0, int(shared[first])), *answers]
         tokens.append(torch.cat([ids[row, begun:end] for row, begun, end in spans]))
         places.append(torch.cat([torch.arange(begun, end) for _, begun, end in spans]))
         parts.append(torch.cat([torch.full((end - begun,), part) for part, (_, begun, end) in enumerate(spans)]))
