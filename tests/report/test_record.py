@@ -45,7 +45,7 @@ def test_records_need_no_pydantic() -> None:
 
 
 class TestSchema:
-    @pytest.fixture
+    @pytest.fixture(scope="class")
     def valid(self) -> Any:
         jsonschema = pytest.importorskip("jsonschema")
         schema = record_schema()
@@ -173,9 +173,14 @@ def test_every_drawn_image_file_is_in_the_record(zoo: Zoo, tmp_path: Path) -> No
 HOSTILE = "x\n---\nlicense: mit\n# <script>alert(1)</script> `|` [a](javascript:b) \u2028\x1b[2J \U0001f600"
 
 
+@pytest.fixture(scope="module")
+def recorded(zoo: Zoo) -> str:
+    return to_json(transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=24).record)
+
+
 @pytest.fixture
-def record(zoo: Zoo) -> dict[str, Any]:
-    content = json.loads(to_json(transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=24).record))
+def record(recorded: str) -> dict[str, Any]:
+    content = json.loads(recorded)
     assert isinstance(content, dict)
     return content
 
