@@ -22,7 +22,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shown(place: Path) -> dict[str, Any]:
-    return run_demo(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tuneport.demo.run.STEPS", 50)  # half as many: fine-tuning takes most of the time
+        return run_demo(place)
 
 
 @pytest.fixture(scope="module")

@@ -64,9 +64,9 @@ def outputs(module: nn.Module, model: Any) -> Tensor:
         return forward(module, {"pixel_values": pixels})
 
 
-@pytest.mark.parametrize(("source", "target"), CROSSINGS)
+@pytest.mark.parametrize(("source", "target"), CROSSINGS, scope="class")
 class TestEveryCrossing:
-    @pytest.fixture
+    @pytest.fixture(scope="class")
     def result(self, zoo: Zoo, source: str, target: str) -> Result:
         return cross(zoo, source, target, head_fit="none")
 
