@@ -200,6 +200,19 @@ def test_the_table_of_the_readme_is_full_and_follows_its_rows() -> None:
     assert "your old fine-tuned model" not in readme.picture(fewer)
 
 
+def test_the_readme_names_the_cells_where_labels_are_better() -> None:
+    cell = {"pair": "smollm2-135m>gemma3-270m", "task": "trec6", "draw": 0}
+    rows = [
+        {**cell, "arm": arm, "n": 100, "scores": {"accuracy": score}}
+        for arm, score in (("distill", 80), ("few-shot", 81))
+    ]
+    (line,) = readme.behind(rows)
+    assert "`trec6 smollm2-135m to gemma3-270m`" in line
+    rows[0]["scores"] = {"accuracy": 82}
+    (line,) = readme.behind(rows)
+    assert "no cell" in line
+
+
 def test_the_readme_and_the_first_pages_are_short() -> None:
     readme_page = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(readme_page.splitlines()) < 80

@@ -195,6 +195,7 @@ def _gain(rows: list[dict[str, Any]], method: str, rule: str, budget: int) -> st
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "readme": readme.table,
+    "behind": readme.behind,
     "language": pages.language_table,
     "classifiers": pages.classifiers_table,
     "towers": pages.towers_table,

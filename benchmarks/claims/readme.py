@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.claims.drawing import STYLE, line, text
-from benchmarks.skill.pages import of_group
+from benchmarks.skill.cells import TASKS
+from benchmarks.skill.pages import of_group, short
 from benchmarks.skill.rows import Row
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "routes.svg"
@@ -32,6 +33,7 @@ ARMS = {  # in the order of the picture
     "few-shot@100": "instead: trained on the 100 with labels",
     "all-data": "instead: trained on all labelled data",
 }
+TAUGHT = ("distill@100", "extra@100", "upgrade@100")  # with 100 own samples, without labels
 OURS = ("copy@100", "port@100", "distill@100", "synthetic@10", "synthetic@0", "upgrade@100")
 
 
@@ -52,6 +54,23 @@ def table(rows: Sequence[Row] | None = None) -> list[str]:
             cells = " | ".join(_cell(each[arm], arm) for each in found)
             lines.append(f"| {f'**{words}**' if arm in OURS else words} | {cells} |")
     return lines
+
+
+def behind(rows: Sequence[Row] | None = None) -> list[str]:
+    """A line with the cells of language models and classifiers where few labels beat the old model as the teacher."""
+    found = []
+    for group in ("language", "classifiers"):
+        table = of_group(group, rows)
+        for pair, tasks in table.group.grid.items():
+            for task in tasks:
+                best, labelled = (
+                    [mean(each) for arm in names if (each := table.scores(pair, task, arm))]
+                    for names in (TAUGHT, ("few-shot@100",))
+                )
+                lower = group == "language" and TASKS[task].lower_is_better
+                if best and labelled and (max(best) < labelled[0] if not lower else min(best) > labelled[0]):
+                    found.append(f"`{task} {short(pair)}`")
+    return [f"On average, training on the 100 with labels was better in: {', '.join(found) or 'no cell'}."]
 
 
 def _cell(scores: Sequence[float], arm: str) -> str:

@@ -28,6 +28,8 @@ SHOWN = {
         "distill@100",
         "distill@500",
         "distill@2000",
+        "synthetic@0",
+        "synthetic@10",
         "synthetic@100",
         "upgrade@100",
         "all-data",
