@@ -120,9 +120,11 @@ def judged(case: Case, data: Dataset) -> list[Tensor]:
             raise JudgedError
         return found
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(JudgedError):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scales.Judge, "score_batches", listen)
-        run(redrawn(case, data, scale="auto"))
+        changed = redrawn(case, data, scale="auto")
+        with pytest.raises(JudgedError):
+            run(changed)
     return seen
 
 
