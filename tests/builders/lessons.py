@@ -27,7 +27,7 @@ LISTS = tuple(  # that the generator knows
 )
 SIZE = Size(width=32, depth=1, heads=4, groups=4, head_width=8, hidden=64)
 BATCH = 20  # of a step
-OTHER = Size(width=40, depth=1, heads=5, groups=5, head_width=8, hidden=64, seed=1)
+OTHER = Size(width=40, heads=5, groups=5, head_width=8, hidden=64, seed=1)
 
 
 @dataclass(frozen=True)

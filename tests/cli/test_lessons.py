@@ -53,7 +53,7 @@ def server() -> Iterator[Server]:
 def test_prompts_without_answers_are_enough(run: Run, animals: Animals, place: Path) -> None:
     """One text per line; the student, which plain transformers loads, writes what the teacher writes, and ends."""
     (place / "texts.txt").write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
-    words = lesson(animals, place / "out", "--steps", 80, "--learning-rate", 0.01, data=place / "texts.txt")
+    words = lesson(animals, place / "out", "--steps", 40, "--learning-rate", 0.01, data=place / "texts.txt")
     done = run(*words, "--json")
     assert done.code == 0, done.err
     entry = done.json["distilled"]
