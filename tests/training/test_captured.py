@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,32 +96,64 @@ def test_nothing_is_changed_on_a_cpu_and_all_comes_back() -> None:
     assert "forward" not in vars(model.base_model)
 
 
+class Kept(Played):
+    """Gives gradients as a graph does: at the same place each time it is played."""
+
+    def record(self, inputs: dict[str, Tensor]) -> Any:
+        names, trained = tuple(inputs), [each for each in self.body.parameters() if each.requires_grad]
+        places = [torch.zeros_like(each) for each in trained]
+
+        def run(*values: Tensor) -> Tensor:
+            found: Tensor = self.eager(**dict(zip(names, values, strict=True)), use_cache=False).last_hidden_state
+            return found
+
+        class Graph(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *given: Tensor) -> Tensor:
+                ctx.inputs = given[: len(names)]
+                with torch.no_grad():
+                    return run(*ctx.inputs)
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> Any:
+                with torch.enable_grad():
+                    found = torch.autograd.grad(run(*ctx.inputs), trained, *grads, allow_unused=True)
+                for place, value in zip(places, found, strict=True):
+                    place.copy_(torch.zeros_like(place) if value is None else value)
+                return *[None] * len(names), *(place.detach() for place in places)
+
+        return lambda *values: Graph.apply(*values, *trained)
+
+
+def learn(way: Any, device: str = "cpu") -> tuple[list[float], list[Tensor]]:
+    """Several passes a step, of several shapes: gradients are sums, whoever gives them."""
+    torch.manual_seed(0)
+    model: nn.Module = llama().to(device).eval()
+
+    def loss(step: int, rows: Tensor) -> Tensor:
+        given = {key: value.to(device) for key, value in batch(len(rows), 8 + 8 * (step % 3)).items()}
+        given["input_ids"] = (given["input_ids"] + int(rows[0])) % 30
+        scores = model(**given).logits
+        return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), given["input_ids"][:, 1:].flatten())
+
+    schedule = Schedule(24, 8, 1e-3)
+    with way(model):
+        steps = run_steps("a test", model, schedule.optimizer(model), schedule, 8, loss, Pace(pass_size=4))
+        losses = [float(value) for _, value in steps]
+    return losses, [each.detach().cpu() for each in model.parameters()]
+
+
+def test_gradients_at_one_place_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneport.training.captured.Played", Kept)
+    (losses, weights), (others, moved) = learn(lambda _: nullcontext()), learn(partial(captured, devices=("cpu",)))
+    assert losses == pytest.approx(others, rel=1e-5)
+    for one, two in zip(weights, moved, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_student_learns_the_same_from_graphs() -> None:
-    """Several passes a step, of several shapes: gradients are sums, as without graphs."""
-
-    def learn(play: bool) -> tuple[list[float], list[Tensor], int]:
-        torch.manual_seed(0)
-        model: nn.Module = llama().cuda().eval()
-        count = 0
-
-        def loss(step: int, rows: Tensor) -> Tensor:
-            given = {key: value.cuda() for key, value in batch(len(rows), 8 + 8 * (step % 3)).items()}
-            scores = model(**given).logits
-            return nn.functional.cross_entropy(scores[:, :-1].flatten(0, 1), given["input_ids"][:, 1:].flatten())
-
-        schedule = Schedule(24, 8, 1e-3)
-        losses = []
-        with captured(model) if play else torch.enable_grad():
-            optimizer = schedule.optimizer(model)
-            for _, value in run_steps("a test", model, optimizer, schedule, 8, loss, Pace(pass_size=4)):
-                losses.append(float(value))
-            if play:
-                count = len(model.base_model.forward.graphs)
-        return losses, [each.detach().cpu() for each in model.parameters()], count
-
-    (losses, weights, _), (others, moved, count) = learn(False), learn(True)
-    assert count == 2
+    (losses, weights), (others, moved) = learn(lambda _: nullcontext(), "cuda"), learn(captured, "cuda")
     assert losses == pytest.approx(others, rel=1e-3)
     for one, two in zip(weights, moved, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=2e-3)

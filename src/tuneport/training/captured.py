@@ -6,7 +6,7 @@ and the passes of each shape, forward and backward, are recorded once and played
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -21,20 +21,24 @@ MOST = 64  # shapes that are recorded: each keeps its inputs, outputs and gradie
 
 
 @contextmanager
-def captured(module: nn.Module) -> Iterator[None]:
+def captured(module: nn.Module, devices: Collection[str] = ("cuda",)) -> Iterator[None]:
     """Let the decoder inside a language model be played from graphs where gradients are wanted, if it is on a GPU.
 
     Its parameters must keep their places meanwhile, and no dropout may be on.
     """
     body = getattr(module, "base_model", module)
-    if body is module or next(module.parameters()).device.type != "cuda":
+    if body is module or next(module.parameters()).device.type not in devices:
         yield
         return
+    # a graph writes its gradients to the same place each time, where they must not be summed up
+    hooks = [each.register_hook(torch.clone) for each in module.parameters() if each.requires_grad]
     body.forward = Played(body)
     try:
         yield
     finally:
         del body.forward
+        for hook in hooks:
+            hook.remove()
 
 
 class Played:

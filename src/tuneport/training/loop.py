@@ -134,7 +134,7 @@ def run_steps(
     for step, rows in islice(enumerate(_draws(count, schedule)), pace.first, None):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
-        optimizer.zero_grad(set_to_none=device.type != "cuda")  # recorded gradients are added to others
+        optimizer.zero_grad(set_to_none=True)
         losses = []
         # Dropout depends only on seed, step and pass; the global generators are restored.
         with fast_products(device), torch.random.fork_rng([device] if device.type == "cuda" else []):
