@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tuneport.config import UpgradeConfig
-from tuneport.data.dataset import Dataset
-from tuneport.pipeline.lessons import HELD_OUT, UpgradeSamples
+from tuneport.config import DistillConfig, UpgradeConfig
+from tuneport.data.dataset import Dataset, as_prompts
+from tuneport.pipeline.lessons import HELD_OUT, UpgradeSamples, views_of
 from tuneport.pipeline.upgrade import _Routes
 from tuneport.types import Events
 
@@ -43,3 +44,58 @@ def test_a_student_begins_at_a_port_that_helps(monkeypatch: pytest.MonkeyPatch, 
     port: Any = "the port"
     assert routes.take("distill", port, rows) == ("distill", "lessons", start)
     assert routes.take("distill", None, rows[:2]) == ("distill", "lessons", None)
+
+
+def _writer() -> Any:
+    def answers(data: Dataset, _: Events) -> tuple[Dataset, Any]:
+        return replace(data, targets=[str(len(str(text))) for text in data.inputs], answers="teacher"), None
+
+    return SimpleNamespace(writes=True, answers=answers)
+
+
+FRAME = "Message: {text}\nIntent:"
+LONG = [f"where is the card number {place} that I ordered two weeks ago" for place in range(100)]
+
+
+def test_views_of_prompts_are_answered_by_the_old_model() -> None:
+    own = as_prompts(Dataset(LONG, None, ()), FRAME)
+    found = views_of(_writer(), own, DistillConfig(template=FRAME), Events())
+    assert found is not None
+    assert found.targets is not None
+    assert 300 < len(found) < 400  # four of each; one with all words is none
+    for text, answer in zip(found.inputs, found.targets, strict=True):
+        assert text.startswith("Message: ")
+        assert text.endswith("\nIntent:")
+        assert text not in own.inputs
+        assert set(text.split()) <= set(FRAME.split()) | set(" ".join(LONG).split())
+        assert answer == str(len(text))
+
+
+def test_views_of_questions_keep_their_choices() -> None:
+    choices = [[f"{place} a", f"{place} b"] for place in range(100)]
+    chats = [[{"role": "user", "content": text}] for text in LONG]
+    own = Dataset(chats, None, (), choices=choices)
+    found = views_of(_writer(), own, DistillConfig(), Events())
+    assert found is not None
+    assert found.choices is not None
+    assert found.labels is None
+    for chat, pair in zip(found.inputs, found.choices, strict=True):
+        place = pair[0].split()[0]
+        left = set(chat[0]["content"].split())
+        assert left <= set(LONG[int(place)].split())
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        Dataset(LONG * 11, None, (), answers="none"),
+        Dataset(LONG, None, ()),
+        Dataset([(text, text) for text in LONG], None, (), answers="none"),
+        Dataset([f"{text}\n{text}" for text in LONG], None, (), answers="none"),
+        Dataset(["word"] * 20, None, (), answers="none"),
+    ],
+    ids=["many", "passages", "pairs", "lines", "single words"],
+)
+def test_no_views(own: Dataset) -> None:
+    assert views_of(_writer(), own, DistillConfig(), Events()) is None
+    assert views_of(SimpleNamespace(writes=False), own, DistillConfig(), Events()) is None  # type: ignore[arg-type]

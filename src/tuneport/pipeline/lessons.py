@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import LessonsConfig, UpgradeConfig
+from ..data.chat import prompt_of
 from ..data.choices import candidates_of
 from ..data.dataset import Dataset, as_prompts, joined
 from ..data.tasks import read_data
+from ..data.views import Views
 from ..errors import DataError, MethodError, OptionError
 from ..measure.answers import answered, is_choice, is_passages
 from ..measure.fitted_heads import scores_by
@@ -39,6 +41,7 @@ HELD_OUT, MOST_HELD_OUT, FEWEST = 0.25, 400, 16  # share of the samples that jud
 MOST_SAMPLES = 2000  # own samples that are used unless more are asked for
 PORTED = 200  # samples at most that a port is measured on
 FEW = 64  # fewer own samples are all taught if written ones can judge
+VIEWED, MOST_VIEWED = 400, 1000  # views of own samples, at least one of each; of more samples none
 Rows = NDArray[np.int64]
 
 
@@ -132,10 +135,33 @@ def read_extra(old: OldModel, own: Dataset, config: LessonsConfig, events: Event
     if is_passages(own):
         raise DataError("own samples are passages, which teach themselves: `extra` would teach what it says.")
     frame, bare = Frame.of(own, config.template), Frame()
-    asked = replace(found, inputs=[frame.sample(bare.text(sample)) for sample in found.inputs], targets=None)
-    if is_choice(own):
-        return replace(asked, choices=[candidates_of(own)[0]] * len(asked))
-    return old.answers(replace(asked, answers="none"), events)[0]
+    inputs = [frame.sample(bare.text(sample)) for sample in found.inputs]
+    choices = [candidates_of(own)[0]] * len(found) if is_choice(own) else None
+    return _answered(old, replace(found, inputs=inputs, choices=choices), events)
+
+
+def views_of(old: OldModel, own: Dataset, config: LessonsConfig, events: Events) -> Dataset | None:
+    """Own prompts with some words left out and the old model's answers; None of many samples, or of longer texts."""
+    count = len(own)
+    if not old.writes or is_passages(own) or not 0 < count <= MOST_VIEWED or isinstance(own.inputs[0], tuple):
+        return None
+    frame = Frame.of(own, config.template)
+    texts = [frame.text(sample) for sample in own.inputs]
+    prompts = [prompt_of(sample) if isinstance(sample, list) else sample for sample in own.inputs]
+    if [frame.sample(text) for text in texts] != prompts or any("\n" in text for text in texts):
+        return None
+    views = Views(texts, max(VIEWED // count, 1), config.seed, ordered=True)
+    rows = np.array([row for row, view in enumerate(views) if view != texts[row % count]], dtype=np.int64)
+    if not len(rows):
+        return None
+    found = replace(own.subset(rows % count), inputs=[frame.sample(views[row]) for row in rows], targets=None)
+    choices = [candidates_of(own)[row % count] for row in rows] if is_choice(own) else None
+    return _answered(old, replace(found, labels=None, choices=choices), events)
+
+
+def _answered(old: OldModel, asked: Dataset, events: Events) -> Dataset:
+    """Further prompts with the old model's answers, if there are none to choose from."""
+    return asked if asked.choices is not None else old.answers(replace(asked, answers="none"), events)[0]
 
 
 def with_answers_of_data(own: Dataset, taught: Dataset, rows: Rows) -> Dataset:
@@ -204,9 +230,10 @@ def lessons_of(
     more = read_extra(old, own, config, events)
     if more is not None and found is not None:
         return Lessons(taught, Extra(joined(found.data, more)), about, texts)
-    if more is not None:
-        return Lessons(taught, Extra(more))
-    return Lessons(taught, None if found is None else Extra(found.data, like_own=True), about, texts)
+    if found is not None:
+        return Lessons(taught, Extra(found.data, like_own=True), about, texts)
+    more = views_of(old, own, config, events) if more is None else more
+    return Lessons(taught, None if more is None else Extra(more))
 
 
 def licences(old: OldModel, config: LessonsConfig) -> dict[str, str | None]:
@@ -317,7 +344,9 @@ class UpgradeSamples:
         if route == "distill":
             if self.drawn is None or len(self.own) < FEWEST // 2:
                 raise MethodError("there are too few own samples")
-            return Lessons(self.own)
+            assert self._taught_raw is not None
+            views = views_of(self.old, self._taught_raw, self.config, self.events)
+            return Lessons(self.own, None if views is None else Extra(views))
         extra = None if self._taught_raw is None else read_extra(self.old, self._taught_raw, self.config, self.events)
         if extra is not None and not self.config.describe and not self.config.generator and not self.old.writes:
             return Lessons(self.own, Extra(extra))
