@@ -48,7 +48,9 @@ def test_a_student_begins_at_a_port_that_helps(monkeypatch: pytest.MonkeyPatch, 
 
 def _writer() -> Any:
     def answers(data: Dataset, _: Events) -> tuple[Dataset, Any]:
-        return replace(data, targets=[str(len(str(text))) for text in data.inputs], answers="teacher"), None
+        kept = np.arange(1, len(data))  # the first one gets no answer
+        texts = [str(len(str(data.inputs[place]))) for place in kept]
+        return replace(data.subset(kept), targets=texts, answers="teacher"), kept
 
     return SimpleNamespace(writes=True, answers=answers)
 
@@ -61,13 +63,15 @@ def test_views_of_prompts_are_answered_by_the_old_model() -> None:
     own = as_prompts(Dataset(LONG, None, ()), FRAME)
     found = views_of(_writer(), own, DistillConfig(template=FRAME), Events())
     assert found is not None
-    assert found.targets is not None
-    assert 300 < len(found) < 400  # four of each; one with all words is none
-    for text, answer in zip(found.inputs, found.targets, strict=True):
+    assert found.data.targets is not None
+    assert found.views_of is not None
+    assert 300 < len(found.data) == len(found.views_of) < 400  # four of each; one with all words is none
+    for text, answer, place in zip(found.data.inputs, found.data.targets, found.views_of, strict=True):
         assert text.startswith("Message: ")
         assert text.endswith("\nIntent:")
         assert text not in own.inputs
-        assert set(text.split()) <= set(FRAME.split()) | set(" ".join(LONG).split())
+        left = iter(own.inputs[place].split())
+        assert all(word in left for word in text.split())  # in their order
         assert answer == str(len(text))
 
 
@@ -77,12 +81,11 @@ def test_views_of_questions_keep_their_choices() -> None:
     own = Dataset(chats, None, (), choices=choices)
     found = views_of(_writer(), own, DistillConfig(), Events())
     assert found is not None
-    assert found.choices is not None
-    assert found.labels is None
-    for chat, pair in zip(found.inputs, found.choices, strict=True):
-        place = pair[0].split()[0]
-        left = set(chat[0]["content"].split())
-        assert left <= set(LONG[int(place)].split())
+    assert found.data.choices is not None
+    assert found.views_of is not None
+    for chat, pair, place in zip(found.data.inputs, found.data.choices, found.views_of, strict=True):
+        assert pair == choices[place]
+        assert set(chat[0]["content"].split()) < set(LONG[place].split())
 
 
 @pytest.mark.parametrize(
@@ -98,4 +101,5 @@ def test_views_of_questions_keep_their_choices() -> None:
 )
 def test_no_views(own: Dataset) -> None:
     assert views_of(_writer(), own, DistillConfig(), Events()) is None
+    assert views_of(_writer(), own.subset(np.arange(1)), DistillConfig(labels="data"), Events()) is None
     assert views_of(SimpleNamespace(writes=False), own, DistillConfig(), Events()) is None  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ from tuneport.measure.samples import DatasetSamples
 from tuneport.models.open import open_model
 from tuneport.models.tokenizer import Encoded
 from tuneport.pipeline import distill as alone
+from tuneport.pipeline import lessons
 from tuneport.pipeline.arithmetic import extract
 from tuneport.pipeline.result import Result
 from tuneport.pipeline.samples import SCORED
@@ -445,6 +446,7 @@ class TestLanguageModelsAndLabels:
             return replace(found, ask=Sides(ask, found.ask.target))
 
         monkeypatch.setattr(distill, "matching_of", watched)
+        monkeypatch.setattr(lessons, "MOST_VIEWED", 0)
         teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), gpt_tokenizer(320))
         data = Dataset(inputs=QUESTIONS, labels=np.zeros(12, dtype=np.int64), classes=tuple("abc"))
         found = alone.distill(teacher, teacher, data, steps=3, samples=12).record["distilled"]

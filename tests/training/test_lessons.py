@@ -97,6 +97,17 @@ class TestExtra:
         written_judge = like_own and count < 50
         assert ((held_out.indices < count) != written_judge).all()
 
+    @pytest.mark.parametrize("count", [10, 100])
+    def test_views_of_samples_that_judge_are_not_taught(self, models: Any, count: int) -> None:
+        places = np.random.default_rng(0).integers(0, count, 3 * count)
+        samples = samples_of(models, Dataset(["a"] * (4 * count), None, ()), None)
+        held_out, taught, others = _lessons(
+            samples, count, Extra(Dataset(["a"] * 3 * count, None, ()), views_of=places)
+        )
+        views = taught.indices[taught.indices >= count] - count
+        assert not set(places[views].tolist()) & set(held_out.indices.tolist())
+        assert others == len(views) == sum(place not in held_out.indices for place in places)
+
     def test_few_own_samples_are_all_taught_beside_others_like_them(self, models: Sides[Model]) -> None:
         student = student_of(models.target, TaskVector({}), None, 0).module
         config = DistillConfig.of(steps=1)

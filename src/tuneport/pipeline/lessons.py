@@ -41,7 +41,7 @@ HELD_OUT, MOST_HELD_OUT, FEWEST = 0.25, 400, 16  # share of the samples that jud
 MOST_SAMPLES = 2000  # own samples that are used unless more are asked for
 PORTED = 200  # samples at most that a port is measured on
 FEW = 64  # fewer own samples are all taught if written ones can judge
-VIEWED, MOST_VIEWED = 400, 1000  # views of own samples, at least one of each; of more samples none
+VIEWS, VIEWED, MOST_VIEWED = 4, 400, 1000  # views of a prompt at most, and of all; of more prompts none
 Rows = NDArray[np.int64]
 
 
@@ -137,31 +137,36 @@ def read_extra(old: OldModel, own: Dataset, config: LessonsConfig, events: Event
     frame, bare = Frame.of(own, config.template), Frame()
     inputs = [frame.sample(bare.text(sample)) for sample in found.inputs]
     choices = [candidates_of(own)[0]] * len(found) if is_choice(own) else None
-    return _answered(old, replace(found, inputs=inputs, choices=choices), events)
+    return _answered(old, replace(found, inputs=inputs, choices=choices), events)[0]
 
 
-def views_of(old: OldModel, own: Dataset, config: LessonsConfig, events: Events) -> Dataset | None:
+def views_of(old: OldModel, own: Dataset, config: LessonsConfig, events: Events) -> Extra | None:
     """Own prompts with some words left out and the old model's answers; None of many samples, or of longer texts."""
     count = len(own)
-    if not old.writes or is_passages(own) or not 0 < count <= MOST_VIEWED or isinstance(own.inputs[0], tuple):
+    plain = old.writes and not is_passages(own) and config.labels != "data"
+    if not plain or not 0 < count <= MOST_VIEWED or isinstance(own.inputs[0], tuple):
         return None
     frame = Frame.of(own, config.template)
     texts = [frame.text(sample) for sample in own.inputs]
     prompts = [prompt_of(sample) if isinstance(sample, list) else sample for sample in own.inputs]
     if [frame.sample(text) for text in texts] != prompts or any("\n" in text for text in texts):
         return None
-    views = Views(texts, max(VIEWED // count, 1), config.seed, ordered=True)
+    views = Views(texts, min(max(VIEWED // count, 1), VIEWS), config.seed, ordered=True)
     rows = np.array([row for row, view in enumerate(views) if view != texts[row % count]], dtype=np.int64)
     if not len(rows):
         return None
-    found = replace(own.subset(rows % count), inputs=[frame.sample(views[row]) for row in rows], targets=None)
-    choices = [candidates_of(own)[row % count] for row in rows] if is_choice(own) else None
-    return _answered(old, replace(found, labels=None, choices=choices), events)
+    places = rows % count
+    asked = replace(own.subset(places), inputs=[frame.sample(views[row]) for row in rows], labels=None, targets=None)
+    choices = [candidates_of(own)[place] for place in places] if is_choice(own) else None
+    found, kept = _answered(old, replace(asked, choices=choices), events)
+    return Extra(found, views_of=places[kept])
 
 
-def _answered(old: OldModel, asked: Dataset, events: Events) -> Dataset:
-    """Further prompts with the old model's answers, if there are none to choose from."""
-    return asked if asked.choices is not None else old.answers(replace(asked, answers="none"), events)[0]
+def _answered(old: OldModel, asked: Dataset, events: Events) -> tuple[Dataset, Rows]:
+    """Further prompts, with the old model's answers if there are none to choose from, and the places of those kept."""
+    if asked.choices is not None:
+        return asked, np.arange(len(asked))
+    return old.answers(replace(asked, answers="none"), events)
 
 
 def with_answers_of_data(own: Dataset, taught: Dataset, rows: Rows) -> Dataset:
@@ -232,8 +237,7 @@ def lessons_of(
         return Lessons(taught, Extra(joined(found.data, more)), about, texts)
     if found is not None:
         return Lessons(taught, Extra(found.data, like_own=True), about, texts)
-    more = views_of(old, own, config, events) if more is None else more
-    return Lessons(taught, None if more is None else Extra(more))
+    return Lessons(taught, views_of(old, taught, config, events) if more is None else Extra(more))
 
 
 def licences(old: OldModel, config: LessonsConfig) -> dict[str, str | None]:
@@ -344,9 +348,7 @@ class UpgradeSamples:
         if route == "distill":
             if self.drawn is None or len(self.own) < FEWEST // 2:
                 raise MethodError("there are too few own samples")
-            assert self._taught_raw is not None
-            views = views_of(self.old, self._taught_raw, self.config, self.events)
-            return Lessons(self.own, None if views is None else Extra(views))
+            return Lessons(self.own, views_of(self.old, self.own, self.config, self.events))
         extra = None if self._taught_raw is None else read_extra(self.old, self._taught_raw, self.config, self.events)
         if extra is not None and not self.config.describe and not self.config.generator and not self.old.writes:
             return Lessons(self.own, Extra(extra))

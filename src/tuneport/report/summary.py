@@ -120,10 +120,11 @@ def distilled_words(found: Mapping[str, Any]) -> str:
     first, best = found["curve"][0], next(mark for mark in found["curve"] if mark["step"] == found["best"])
     what = f"a LoRA of rank {found['lora']}" if found["lora"] else "all linear layers"
     left = f"; {count} samples had nothing to compare" if (count := found.get("left_out")) else ""
+    views = f" and {count} views of them" if (count := found.get("views")) else ""
     if not found["best"]:
         return f"none of {found['steps']} steps lowered the loss on held-out samples: it is the start{left}"
     return (
-        f"by {found['teacher']}: {found['steps']} steps of {what} on {found['samples']} unlabelled samples; "
+        f"by {found['teacher']}: {found['steps']} steps of {what} on {found['samples']} unlabelled samples{views}; "
         f"agreement on held-out samples {100 * first['agreement']:.0f} % before, {100 * best['agreement']:.0f} % after"
         f"{left}"
     )

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -94,10 +95,14 @@ class Distilled:
 
 @dataclass(frozen=True, eq=False)
 class Extra:
-    """Samples that are taught beside the own ones, answered as those are; they judge too if they are `like_own`."""
+    """Samples that are taught beside the own ones, answered as those are; they judge too if they are `like_own`.
+
+    `views_of` are the places of the own samples that each one is a view of: those of held-out samples are not taught.
+    """
 
     data: Dataset
     like_own: bool = False
+    views_of: NDArray[np.int64] | None = None
 
 
 def schedule_of(config: DistillConfig, model: Model, usual: int, count: int, least: int = STEPS) -> Schedule:
@@ -145,7 +150,7 @@ def distill(
         samples = replace(samples, dataset=both, indices=np.arange(len(both)))
     samples = unlabelled(samples)
     matching = matching_of(samples)
-    compared = _comparable(samples, matching)
+    compared = _comparable(samples, matching, own)
     held_out, taught, others = _lessons(compared, own, extra)
     least = STEPS_BESIDE if extra is not None and samples.dataset.kind == "image" else STEPS
     schedule = schedule_of(config, target, matching.batch_size, len(taught), least)
@@ -384,16 +389,17 @@ def _error(one: Sequence[float], other: Sequence[float]) -> float:
     return float(apart.std(ddof=1)) / math.sqrt(len(apart)) if len(apart) > 1 else 0.0
 
 
-def _comparable(samples: DatasetSamples, matching: Matching) -> DatasetSamples:
-    """The samples on which teacher and student can be compared."""
+def _comparable(samples: DatasetSamples, matching: Matching, own: int) -> DatasetSamples:
+    """The samples on which teacher and student can be compared; the first ones are the `own` ones."""
     if matching.comparable is None:
         return samples
     kept = torch.cat([matching.comparable(sides) for sides in replace(samples, size=READ).encoded()])
     found = samples.take(kept.nonzero()[:, 0].numpy())
     if len(found) < FEWEST <= len(samples):
+        count = int((found.indices < own).sum())
         raise DataError(
-            f"teacher and student can be compared on {len(found)} of {len(samples)} samples, and a distillation needs "
-            f"at least {FEWEST}: a text needs a token that both models predict, and a question two answers."
+            f"teacher and student can be compared on {count} of {own} samples, and a distillation needs at least "
+            f"{FEWEST}: a text needs a token that both models predict, and a question two answers."
         )
     return found
 
@@ -421,6 +427,9 @@ def _lessons(samples: DatasetSamples, own: int, extra: Extra | None) -> tuple[Da
         held_out, more = divide(more)
     else:
         held_out, kept = divide(kept)
+    if extra.views_of is not None:
+        shown = np.isin(extra.views_of[more.indices - own], held_out.indices)
+        more = more.take(np.flatnonzero(~shown))
     parts = OWN_OF_WRITTEN if extra.like_own else OWN
     times = max(1, math.ceil(len(more) / ((parts - 1) * max(len(kept), 1))))
     return held_out, replace(samples, indices=np.concatenate([np.tile(kept.indices, times), more.indices])), len(more)
@@ -473,7 +482,8 @@ def teach(
     return student.change(), {
         "matching": found.matching,
         "samples": found.samples,
-        "extra": found.extra,
+        "extra": found.extra if extra is None or extra.views_of is None else 0,
+        "views": 0 if extra is None or extra.views_of is None else found.extra,
         "held_out": found.held_out,
         "left_out": found.left_out,
         "steps": found.schedule.steps,
