@@ -194,7 +194,6 @@ def write_samples(
     if passages:  # they need not end, and are no longer than the own ones
         most = min(longest // LETTERS, PASSAGE_TOKENS) or PASSAGE_TOKENS
     goal = Goal(task.count, max_new_tokens=most, seed=task.seed)
-    events.plan(task.count)
     found = collect(
         generator,
         prompts,
@@ -203,7 +202,7 @@ def write_samples(
         filters=filters,
         judges=judges,
         state=state,
-        advance=events.advance,
+        events=events,
     )
     data = asked(found.texts) if not passages else Dataset(list(found.texts), None, ())
     if not passages and teacher.classify is None and not choices:
