@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..errors import TuneportError, first_of
-from ..io.checkpoint import LARGEST_INDEX, read_json
 from ..io.fingerprint import weights_fingerprint
 from ..io.output import new_folder
 from ..io.tensors import LazyTensors
@@ -97,9 +96,6 @@ class AdapterOutput(Output):
             write_adapter(folder, packed.adapter)
             more = {**(texts or {}), **({LOADER: LOAD.format(**loader)} if (loader := _loader(update)) else {})}
             return write_texts(folder, _with_adapter(record, update, packed), update.target.weights.library, more)
-
-    def read_record(self, out: Path) -> Any:
-        return read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)
 
     def written(self, update: Update) -> Mapping[str, Tensor]:
         target = update.target

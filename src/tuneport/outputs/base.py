@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ..io.checkpoint import read_record
 from ..io.output import check_new_folder, new_file
 from ..methods import Method
 from ..models.base import Model
@@ -97,9 +98,9 @@ class Output(ABC):
             with new_file(out / name, overwrite=True) as file:
                 file.write_text(text, encoding="utf-8")
 
-    @abstractmethod
     def read_record(self, out: Path) -> Any:
         """The run record of an output; an error of any kind if there is none."""
+        return read_record(out)
 
     def written(self, update: Update) -> Mapping[str, Tensor]:
         """The parameters that `write` changes, by live names, as they are read from what it writes."""
