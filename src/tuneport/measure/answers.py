@@ -18,6 +18,7 @@ from ..data.dataset import Dataset
 from ..errors import DataError
 from ..models.base import Model
 from ..models.generation import Sampling, generate_texts
+from ..models.tokenizer import joined_text
 from ..types import Progress
 from .language import likelihood
 
@@ -72,7 +73,7 @@ def written_answers(teacher: Model, data: Dataset, progress: Progress | None = N
         predicted = likelihood(teacher, blank, progress=progress).by_sample.predicted
         assert predicted is not None
         return [each[place] for each, place in zip(candidates_of(data), predicted.tolist(), strict=True)]
-    prompts = [prompt_of(sample) if isinstance(sample, list) else _joined(sample) for sample in data.inputs]
+    prompts = [prompt_of(sample) if isinstance(sample, list) else joined_text(sample) for sample in data.inputs]
     found = generate_texts(teacher, prompts[:FIRST], Sampling(MOST_TOKENS, temperature=0.0), advance=progress)
     most = _longest(teacher, [one.text for one in found if one.finished])
     found += generate_texts(teacher, prompts[FIRST:], Sampling(most, temperature=0.0), advance=progress)
@@ -87,7 +88,3 @@ def _longest(teacher: Model, answers: Sequence[str]) -> int:
         return MOST_TOKENS
     longest = max(len(teacher.inputs.reader.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in answers)
     return min(4 * (longest + 2), MOST_TOKENS)
-
-
-def _joined(text: str | tuple[str, str]) -> str:
-    return text if isinstance(text, str) else "\n".join(text)

@@ -114,10 +114,9 @@ def generate_texts(
 def _reader_of(model: Model) -> Reader:
     if model.generation is None:
         raise TuneportError(f"{model.name} does not write texts; give a causal or an encoder-decoder model.")
-    if model.inputs.reader is None:
-        raise TuneportError(model.unreadable)
+    reader = model.reader
     model.require_in_memory("writing texts", "raise it, or give a smaller model")
-    return model.inputs.reader
+    return reader
 
 
 def _encode(model: Model, prompts: Sequence[Prompt], new: int) -> list[list[int]]:

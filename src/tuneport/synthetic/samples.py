@@ -250,8 +250,6 @@ def _doubt(teacher: Teacher, asked: Any, seeds: Sequence[str], answers: Sequence
 
 def _features(model: Model, texts: Sequence[str]) -> NDArray[np.floating]:
     """The mean hidden state of each text: what the last layer reads (N, d)."""
-    reader = model.inputs.reader
-    assert reader is not None
     owner = model.module.get_submodule(model.architecture.layers[-1].weight.removesuffix(".weight"))
     rows: list[NDArray[np.floating]] = []
 
@@ -266,7 +264,7 @@ def _features(model: Model, texts: Sequence[str]) -> NDArray[np.floating]:
     try:
         with torch.inference_mode():
             for start in range(0, len(texts), 64):
-                batch = batch_for(model, reader.texts(list(texts[start : start + 64])))[0]
+                batch = batch_for(model, model.reader.texts(list(texts[start : start + 64])))[0]
                 model.module(**batch)
     finally:
         handle.remove()
