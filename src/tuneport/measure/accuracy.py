@@ -34,6 +34,11 @@ class BySample:
     exact: NDArray[np.bool_] | None = None  # whether every likeliest token is the one to predict
 
     @property
+    def spelled(self) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+        """The bits and the number of the characters of each sample, where they are known."""
+        return None if self.bits is None or self.characters is None else (self.bits, self.characters)
+
+    @property
     def right(self) -> NDArray[np.bool_] | None:
         """Whether each sample is right, where samples have classes or choices."""
         return None if self.predicted is None else self.predicted == self.labels
@@ -137,7 +142,7 @@ def each_batch(
     progress: Progress | None = None,
 ) -> list[T]:
     """What `work` makes of each batch of encoded samples, in order; several processes divide the batches."""
-    _check_batches(data, batch_size)
+    check_samples(data)
     starts = range(0, len(data), batch_size)
 
     def one(start: int) -> T:
@@ -155,7 +160,7 @@ def encode_batches(
 
     Labels of unlabelled data are all -100, which cross-entropy ignores: a loss over nothing else is NaN.
     """
-    _check_batches(data, batch_size)
+    check_samples(data)
     if model.inputs.encode is None:
         raise TuneportError(model.unreadable)
     model.check_kind(data)
@@ -168,12 +173,6 @@ def encode_batches(
         yield batch
         if progress is not None:
             progress(len(batch[1]))
-
-
-def _check_batches(data: Dataset, batch_size: int) -> None:
-    if batch_size <= 0:
-        raise DataError(f"asked for batches of {batch_size}; expected at least 1.")
-    check_samples(data)
 
 
 def check_samples(data: Dataset) -> None:
