@@ -13,7 +13,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -63,7 +63,6 @@ class ServerGenerator:
 
     url: str  # its address, with or without /v1
     model: str | None = None  # the model's name there; None for the first that it lists
-    key: str | None = field(default=None, repr=False)  # sent as a bearer token
     seconds: float = 120.0  # the longest that one request may take
     tries: int = 3  # requests for one prompt, if a failure may pass
     pause: float = 0.5  # seconds before the second try; doubled before each further one
@@ -138,7 +137,7 @@ class ServerGenerator:
 
     def _read(self, path: str, body: dict[str, Any] | None) -> bytes:
         base = self.url.rstrip("/").removesuffix("/v1")
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        headers = {"Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{base}/v1/{path}", data=data, headers=headers)
         deadline = time.monotonic() + self.seconds
