@@ -87,7 +87,7 @@ def write_run(
 
     Args:
         setup: the transfer.
-        out: what to write.
+        out: what to write; use `claimed_by_first`.
         config: its options.
         events: listens to the run.
         test: data that are scored.
@@ -96,13 +96,6 @@ def write_run(
     _check(setup, config, output_of(config), test)
     _tell_notes(setup, events)
     on, untested = _to_score(setup, config, test, untested, events)
-    with claimed_by_first(out):
-        return _write_run(setup, out, config, events, on, untested)
-
-
-def _write_run(
-    setup: Setup, out: Path, config: TransferConfig, events: Events, on: Unseen | None, untested: str
-) -> Mapping[str, Any]:
     method, output, scale = get_method(config.method), output_of(config), choose_rule(setup, config.scale)
     if config.scale is None and isinstance(scale, float):
         events.note("the scale is 1, as in the paper: no sample can be scored to choose it")

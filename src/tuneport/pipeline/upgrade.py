@@ -236,18 +236,9 @@ def _own_samples(data: Any, config: UpgradeConfig) -> tuple[Dataset, NDArray[np.
 
 def _transfer_config(config: UpgradeConfig, target: Model | None = None) -> TransferConfig:
     """The options of the transfer that the routes are made of; a language model is written as an adapter."""
-    shared = (
-        "columns",
-        "max_length",
-        "head",
-        "classes",
-        "exclude",
-        "device",
-        "dtype",
-        "batch_size",
-        "trust_remote_code",
-    )
-    given = {name: getattr(config, name) for name in (*shared, "seed", "accept_unlikely", "save_every", "overwrite")}
+    other = {"samples", "labels", "as_", "rank", "resume"}  # of the same names, which mean something else there
+    shared = {item.name for item, _ in TransferConfig.options()} - other
+    given = {name: value for name, value in config.values().items() if name in shared}
     writes = target is not None and target.generates is not None
     as_ = config.as_ or ("adapter" if writes else "model")
     rank = (config.rank or RANK) if as_ == "adapter" else None
