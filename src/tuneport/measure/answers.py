@@ -19,7 +19,7 @@ from ..errors import DataError
 from ..models.base import Model
 from ..models.generation import Sampling, generate_texts
 from ..models.tokenizer import joined_text
-from ..types import Progress
+from ..types import Progress, ignore
 from .language import likelihood
 
 MOST_TOKENS = 256  # of an answer
@@ -45,7 +45,7 @@ def is_passages(data: Dataset) -> bool:
     return not is_choice(data) and not data.has_chats and data.targets is None and data.answers != "none"
 
 
-def answered(teacher: Model, data: Dataset, progress: Progress | None = None) -> Answered:
+def answered(teacher: Model, data: Dataset, progress: Progress = ignore) -> Answered:
     """Let a language model answer samples; passages stay as they are, and answers of the data are not looked at.
 
     The samples get labels, where there are answers to choose from, or the texts that the teacher writes.
@@ -66,7 +66,7 @@ def answered(teacher: Model, data: Dataset, progress: Progress | None = None) ->
     return Answered(replace(given, answers="teacher"), kept)
 
 
-def written_answers(teacher: Model, data: Dataset, progress: Progress | None = None) -> list[str]:
+def written_answers(teacher: Model, data: Dataset, progress: Progress = ignore) -> list[str]:
     """The teacher's answer to each sample, which is no passage; "" for an answer that does not end."""
     if is_choice(data):
         blank = replace(data, labels=np.zeros(len(data), dtype=np.int64))

@@ -38,7 +38,7 @@ from ..models.weights import changed, finetuned
 from ..report.decision import shown
 from ..report.summary import SCORE_FORMS
 from ..training.distill import STEPS
-from ..types import Progress, Sides
+from ..types import Progress, Sides, ignore
 
 Metric = Literal["accuracy", "bits per character", "fidelity"]
 Role = Literal["finetuned", "target", "port", "distilled"]
@@ -223,7 +223,7 @@ def compare(
     config: MeasureConfig,
     *,
     name: str = "",
-    progress: Progress | None = None,
+    progress: Progress = ignore,
 ) -> Comparison:
     """Score the fine-tuned source where it is whole and in memory, the target, and what was made of it.
 

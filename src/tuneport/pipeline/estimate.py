@@ -68,10 +68,6 @@ def plan(
 def estimate(inputs: PlanInputs, config: PlanConfig) -> dict[str, Any]:
     """Estimate a transfer: the pairing, what stays, bytes of statistics, and samples that the models answer.
 
-    Args:
-        inputs: models and data.
-        config: the options of the transfer.
-
     Returns:
         JSON values; `notes` are for the user.
     """

@@ -53,7 +53,7 @@ from ..report.provenance import base_note, identity_of, package_version, version
 from ..report.record import to_json
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
-from ..types import Progress, Sides
+from ..types import Progress, Sides, ignore
 from .scale import ScaleChoice
 
 LEAST_LEFT = 0.5  # of the weights of the base in a fine-tune: their coefficient in it
@@ -172,7 +172,7 @@ def check_inputs(
     plan: Plan,
     calibration: Calibration,
     config: MeasureConfig,
-    progress: Progress = lambda _: None,
+    progress: Progress = ignore,
 ) -> InputCheck:
     """Run the fine-tuned source and its base on the samples, if they are whole and the samples have true labels.
 

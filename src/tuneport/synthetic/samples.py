@@ -25,7 +25,7 @@ from ..measure.language import answer_likelihoods, perplexity
 from ..measure.objectives import batch_for
 from ..models.base import Model
 from ..models.generation import Sampling, Written
-from ..types import Chat, Events, Progress
+from ..types import Chat, Events, Progress, ignore
 from .collect import Collected, Goal, collect
 from .filters import Doubt, Filter, Form, NearDuplicates, Probe
 from .generators import Generator, LocalGenerator
@@ -221,7 +221,7 @@ class _Tuned:
     def name(self) -> str:
         return self.teacher.model.name
 
-    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]:
+    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress = ignore) -> list[Written]:
         with self.teacher.tuned():
             return LocalGenerator(self.teacher.model).write(prompts, sampling, advance)
 
