@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -183,7 +183,7 @@ def whole_head(target: Model, changed: Collection[str], fitted: bool) -> list[st
 def adapter_entry(packed: Packed) -> dict[str, Any]:
     """What a record says of a written adapter; of one for a decoder, also what vLLM makes of it."""
     config = packed.adapter.config
-    entry = {"rank": config["r"], "modules": [asdict(item) for item in packed.modules]}
+    entry = {"rank": config["r"], "modules": packed.modules}
     if config.get("task_type") != "CAUSAL_LM":
         return entry
     return {**entry, "vllm": {"max_lora_rank": vllm_rank(packed.adapter), "refused": [*vllm_refusals(packed.adapter)]}}

@@ -150,10 +150,6 @@ class Comparison:
     def written(self) -> ModelScore:
         return self.scored["distilled" if "distilled" in self.scored else "port"]
 
-    @property
-    def test(self) -> Dataset:
-        return self.on.test
-
     def better(self, first: ModelScore, second: ModelScore) -> int:
         """1 if the second is clearly better than the first, -1 if it is clearly worse, else 0."""
         one, two = first.by_sample, second.by_sample
@@ -173,8 +169,8 @@ class Comparison:
 
     def record(self) -> dict[str, Any]:
         """The entries of the run record."""
-        before, after, samples = self.scored["target"], self.written, len(self.test)
-        entry: dict[str, Any] = {"data": self.test.name, "samples": samples}
+        before, after, samples = self.scored["target"], self.written, len(self.on.test)
+        entry: dict[str, Any] = {"data": self.on.test.name, "samples": samples}
         if self.on.shared:
             entry |= {"shared": self.on.shared, "held_out": self.on.held_out}
         entry |= {"protocol": self.protocol, "metric": self.metric, "before": before.value, "after": after.value}
@@ -207,11 +203,11 @@ class Comparison:
         return {"by_class": classes, "turned": turned}
 
     def _turned(self, index: int, before: BySample, after: BySample) -> dict[str, Any]:
-        names = before.classes if self.test.choices is None else self.test.choices[index]
+        names = before.classes if self.on.test.choices is None else self.on.test.choices[index]
         found = {"label": before.labels, "before": before.predicted, "after": after.predicted}
         numbers = {key: values[index] for key, values in found.items() if values is not None}
         words = {key: str(names[int(number)]) for key, number in numbers.items()}
-        return {"index": int(self.on.indices[index]), **words, **shown(self.test.inputs[index])}
+        return {"index": int(self.on.indices[index]), **words, **shown(self.on.test.inputs[index])}
 
 
 def compare(
@@ -326,7 +322,7 @@ def summarize(
     before, after = evaluated.scored["target"], evaluated.written
     form, unit = SCORE_FORMS[evaluated.metric]
     kind = "held-out" if evaluated.on.held_out else "test"
-    where = f"held-out samples of {evaluated.test.name}" if evaluated.on.held_out else evaluated.test.name
+    where = f"held-out samples of {evaluated.on.test.name}" if evaluated.on.held_out else evaluated.on.test.name
     what = f"{evaluated.metric} on {where}: {before.value:{form}} -> {after.value:{form}}{unit}"
     if same:
         headline = f"{evaluated.metric} on {where}: {before.value:{form}}{unit}, as before: nothing moved"
@@ -339,7 +335,7 @@ def summarize(
     words: dict[int, tuple[Word, str]] = {
         1: ("gain", "the transfer helped"),
         -1: ("harm", f"the transfer did harm; try {safer}more samples, or {MORE}"),
-        0: ("no clear change", f"no clear change on {len(evaluated.test)} {kind} samples"),
+        0: ("no clear change", f"no clear change on {len(evaluated.on.test)} {kind} samples"),
     }
     outcome, said = words[change]
     return Outcome(outcome, f"{what}: {said}{alone}", _recommended(evaluated, change, distilled))

@@ -29,7 +29,7 @@ from ..types import Chat, Events, Progress, ignore
 from .collect import Collected, Goal, collect
 from .filters import Doubt, Filter, Form, NearDuplicates, Probe
 from .generators import Generator, LocalGenerator
-from .overlap import Overlap, overlap_of
+from .overlap import overlap_of
 from .prompts import Prompts
 from .state import TextState
 
@@ -131,14 +131,13 @@ class WrittenSamples:
     data: Dataset
     texts: tuple[str, ...]
     collected: Collected
-    overlap: Overlap
+    overlap: Mapping[str, float | None]
     generator: str
 
     def record(self) -> dict[str, Any]:
         """Counts, and the share of each answer to choose from, without a text that was written."""
-        about = {"longest_run": self.overlap.longest_run, "test_overlap": self.overlap.shared}
         free: dict[str, Any] = {"shares": {}} if self.data.answers == "teacher" else {}
-        return {"generator": self.generator, **self.collected.record(), **about, **free}
+        return {"generator": self.generator, **self.collected.record(), **self.overlap, **free}
 
 
 def write_samples(
