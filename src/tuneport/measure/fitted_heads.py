@@ -28,6 +28,7 @@ from ..maps.ridge import ridge
 from ..models.base import Model
 from ..models.change import Change, Finetuned, change_of
 from ..models.heads import Head
+from ..models.offload import with_attribute
 from ..models.open import as_classifier, labelling_of
 from ..models.parts import Labelling
 from ..models.weights import changed, finetuned
@@ -246,14 +247,8 @@ def _inputs(model: Model, module: nn.Module, place: str, data: Dataset, batch_si
     forward = model.outputs.logits or model.outputs.features
     assert forward is not None
     path, _, name = place.rpartition(".")
-    parent = module.get_submodule(path)
-    layer = getattr(parent, name)
-    setattr(parent, name, nn.Identity())
-    try:
-        with frozen(module), torch.no_grad():
-            return each_batch(lambda batch: forward(module, batch).double().cpu(), model, data, batch_size)
-    finally:
-        setattr(parent, name, layer)
+    with with_attribute(module.get_submodule(path), name, nn.Identity()), frozen(module), torch.no_grad():
+        return each_batch(lambda batch: forward(module, batch).double().cpu(), model, data, batch_size)
 
 
 def scores_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32) -> NDArray[Any]:

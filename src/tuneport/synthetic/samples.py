@@ -259,14 +259,10 @@ def _features(model: Model, texts: Sequence[str]) -> NDArray[np.floating]:
             states = (states * mask).sum(1) / mask.sum(1)
         rows.append(states.double().cpu().numpy())
 
-    handle = owner.register_forward_pre_hook(take)
-    try:
-        with torch.inference_mode():
-            for start in range(0, len(texts), 64):
-                batch = batch_for(model, model.reader.texts(list(texts[start : start + 64])))[0]
-                model.module(**batch)
-    finally:
-        handle.remove()
+    with owner.register_forward_pre_hook(take), torch.inference_mode():
+        for start in range(0, len(texts), 64):
+            batch = batch_for(model, model.reader.texts(list(texts[start : start + 64])))[0]
+            model.module(**batch)
     return np.concatenate(rows)
 
 
