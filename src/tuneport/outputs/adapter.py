@@ -23,8 +23,7 @@ from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights, whole_tensors
 from ..task_vectors.lora_write import UNCUT, AdapterForm, Packed, no_place, pack, saved_modules
 from ..task_vectors.servers import vllm_rank, vllm_refusals
-from .base import TEXTS, Output, Update, write_texts
-from .sizes import update_bytes
+from .base import TEXTS, Output, Update, update_bytes, write_texts
 
 TASKS = {  # of peft, by the ends of names of classes
     "ForSequenceClassification": "SEQ_CLS",
