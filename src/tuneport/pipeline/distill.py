@@ -121,18 +121,13 @@ def _prepare(
         raise TuneportError("an adapter or a task vector teaches together with its base: pass `source`.")
     base: Any = tuned if source is None else source
     dtype, _ = dtype_on(device, config.dtype, base, target)
+    kind = pick_dtype(dtype)
     if config.shard and ranks().size == 1:
         raise OptionError("`shard` divides models over several processes: start them with torchrun, or leave it out.")
     if config.shard:
-        models = Sides(*(outline_model(model, dtype=pick_dtype(dtype)) for model in (base, target)))
+        models = Sides(*(outline_model(model, dtype=kind) for model in (base, target)))
     else:
-        models = open_both(
-            base,
-            target,
-            device=device,
-            dtype=pick_dtype(dtype),
-            trust_remote_code=config.trust_remote_code,
-        )
+        models = open_both(base, target, device=device, dtype=kind, trust_remote_code=config.trust_remote_code)
     models = Sides(*(model.cut_at(config.max_length) for model in models))
     vector = TaskVector({}) if source is None else change_of(models.source, tuned)
     if config.shard:
