@@ -27,7 +27,7 @@ from tuneport.measure.signals import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS
 from tuneport.measure.tokens import Match, match_tokens
 from tuneport.models.base import Model
 from tuneport.pairing import LayerPair
-from tuneport.types import Completion, Loss, Progress, Sides
+from tuneport.types import Completion, Loss, Progress, Sides, ignore
 
 from .similarity import NAN, Similarity, TokenAgreement
 
@@ -82,7 +82,7 @@ def compare_layers(
     aligned: bool = True,
     completion: Completion = "svd",
     match: Match | None = None,
-    progress: Progress | None = None,
+    progress: Progress = ignore,
 ) -> tuple[LayerSimilarity, ...]:
     """CKA, cosine, rank and residual of every pair and signal, over the batches.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
@@ -40,7 +40,6 @@ CONFIGS: tuple[type[Config], ...] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Extended(TransferConfig):
     warmth: int = option(3, help="How warm it is.", least=1)
 

@@ -530,6 +530,8 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, the commands would inherit that it is ignored
     os.environ |= ALONE
+    if options.scratch is not None:
+        options.scratch.mkdir(parents=True, exist_ok=True)
     started = time.perf_counter()
     if options.fork:
         global FORKS

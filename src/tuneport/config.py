@@ -15,7 +15,7 @@ from functools import cache, partial
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from typing_extensions import Self
+from typing_extensions import Self, dataclass_transform
 
 from .errors import OptionError, TuneportError, unknown_name
 from .types import OutputFormat, ScaleRule
@@ -151,9 +151,13 @@ WORDS = Text(parse_words, lambda words: [",".join(words)])
 WEIGHTS = Text(parse_weights, lambda numbers: [",".join(map(repr, numbers))])
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Declared:
-    """Fields with options: what `Inputs` and `Config` share."""
+    """Fields with options: what `Inputs` and `Config` share. Every subclass is a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True, repr=False)(cls)
 
     def __repr__(self) -> str:
         given = {item.name: "..." if about.python else repr(getattr(self, item.name)) for item, about in self.options()}
@@ -240,7 +244,6 @@ class Declared:
             raise OptionError(" ".join(wrong))
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class Config(Declared):
     """How a command works. Every command has one, and every public function takes its fields as keywords."""
 
@@ -394,7 +397,6 @@ REMOTE_CODE = partial(option, False, help="Allow custom code from the checkpoint
 # The commands
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class TransferInputs(Declared):
     """What a transfer reads and writes."""
 
@@ -405,7 +407,6 @@ class TransferInputs(Declared):
     out: str = OUT()
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class PlanInputs(Declared):
     """What a plan reads."""
 
@@ -415,7 +416,6 @@ class PlanInputs(Declared):
     data: str | None = DATA()
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class MeasureConfig(Config):
     """Options that decide what a transfer moves: those of `transfer` and `plan`."""
 
@@ -475,7 +475,6 @@ class MeasureConfig(Config):
             raise OptionError(f'with `labels="source"` the labels of the data are not used, but {need} them.')
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class TransferConfig(MeasureConfig):
     """Options of a transfer. Command line, run record and docs are made from these fields."""
 
@@ -511,7 +510,6 @@ class TransferConfig(MeasureConfig):
             raise OptionError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class PlanConfig(MeasureConfig):
     """Options of a plan: those that decide what a transfer moves, and what to show."""
 
@@ -527,7 +525,6 @@ class PlanConfig(MeasureConfig):
             raise OptionError("a plan for devices needs `memory_budget`, the memory of one device.")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class UpgradeInputs(Declared):
     """What an upgrade reads and writes: one fine-tune, or a list of them, for which the others are defaults."""
 
@@ -569,7 +566,6 @@ NOTHING = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class LessonsConfig(Config):
     """Options of what an old model teaches: whose answers, and which samples beside the own ones."""
 
@@ -599,7 +595,6 @@ class LessonsConfig(Config):
             raise OptionError(f"`template` is {self.template!r:.80}; expected {{text}} in it, where a text stands.")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class UpgradeConfig(LessonsConfig):
     """Options of an upgrade."""
 
@@ -638,7 +633,6 @@ class UpgradeConfig(LessonsConfig):
             raise OptionError(NOTHING)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class DistillInputs(Declared):
     """What a distillation reads and writes."""
 
@@ -649,7 +643,6 @@ class DistillInputs(Declared):
     source: str | None = option(None, help="The base of an adapter or a task vector.", group=INPUTS)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class DistillConfig(LessonsConfig):
     """Options of a distillation."""
 
@@ -678,7 +671,6 @@ class DistillConfig(LessonsConfig):
             raise OptionError("`describe`, `generator`, `generator_url` and `keep_texts` go with `synthetic`.")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class EvaluateInputs(Declared):
     """What an evaluation reads."""
 
@@ -688,7 +680,6 @@ class EvaluateInputs(Declared):
     base: str | None = option(None, help="The base of an adapter (default: the one it names).", group=INPUTS)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class EvaluateConfig(Config):
     """Options of an evaluation."""
 
@@ -715,7 +706,6 @@ class EvaluateConfig(Config):
             raise OptionError(f'`samples` goes with `protocol="linear-probe"`; {words} the whole test split.')
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class ExtractInputs(Declared):
     """What an extraction reads and writes."""
 
@@ -724,7 +714,6 @@ class ExtractInputs(Declared):
     out: str = option(help="The task-vector file to write (.safetensors).", group=INPUTS, flags=("--out", "-o"))
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class ExtractConfig(Config):
     """Options of an extraction."""
 
@@ -734,7 +723,6 @@ class ExtractConfig(Config):
     overwrite: bool = OVERWRITE()
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class ApplyInputs(Declared):
     """What `apply` reads and writes."""
 
@@ -743,7 +731,6 @@ class ApplyInputs(Declared):
     out: str = option(help="The folder to write.", group=INPUTS, flags=("--out", "-o"))
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class ApplyConfig(Config):
     """Options of `apply`."""
 
@@ -758,7 +745,6 @@ class ApplyConfig(Config):
             raise OptionError(f"`scale` must be a finite number, got {self.scale}.")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class MergeInputs(Declared):
     """What a merge reads and writes."""
 
@@ -767,7 +753,6 @@ class MergeInputs(Declared):
     base: str | None = option(None, help="Their base (default: the one that they name).", group=INPUTS)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class MergeConfig(Config):
     """Options of a merge."""
 
@@ -797,14 +782,12 @@ class MergeConfig(Config):
             raise OptionError(f"`density` must be above 0 and at most 1, got {self.density:g}.")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class DemoInputs(Declared):
     """What the demo writes."""
 
     out: str = option("tuneport-demo", help="The folder to write.", group=INPUTS)
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
 class DemoConfig(Config):
     """Options of the demo."""
 

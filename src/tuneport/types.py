@@ -20,8 +20,11 @@ Loss = Callable[["nn.Module", Any], "Tensor"]  # loss(module, batch): a sum over
 Chat = list[dict[str, Any]]  # messages with "role" and "content", as chat templates take them
 Progress = Callable[[int], None]  # gets the number of samples, or steps, that were done since the last call
 
-
 T = TypeVar("T")
+
+
+def ignore(_: int) -> None:
+    """The progress of a run that nobody follows."""
 
 
 class Events:

@@ -18,7 +18,6 @@ class Server:
         self.script: list[Any] = []  # (status, body, pause between bytes), the next first
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
-        self.keys: list[str | None] = []
         self.change: Callable[[dict[str, Any]], str] = lambda body: f" {body['prompt']} {body['seed']}"
         self.url = ""
 
@@ -40,7 +39,6 @@ def serving() -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
         def reply(self, body: dict[str, Any] | None) -> None:
             state.paths.append(self.path)
-            state.keys.append(self.headers.get("Authorization"))
             status, content, pause = state.answer(body)
             self.send_response(status)
             if status == 302:

@@ -162,11 +162,6 @@ def test_batches_are_encoded_in_order(labelled: bool) -> None:
     assert labels.dtype == torch.int64
 
 
-def test_batches_without_samples_are_refused() -> None:
-    with pytest.raises(DataError, match=r"asked for batches of 0; expected at least 1\."):
-        next(encode_batches(points_model(), points(4, 2, seed=0), 0))
-
-
 def test_an_image_model_refuses_texts(zoo: Zoo, tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text('{"text": "a", "label": "cat"}\n{"text": "b", "label": "dog"}\n')

@@ -349,10 +349,10 @@ def config_folder(path: Path, **changes: Any) -> Path:
 
 def test_a_plan_needs_no_weights(tmp_path: Path, folders: dict[str, Path]) -> None:
     source = config_folder(tmp_path / "old")
-    options = PlanConfig.of(samples=16, length=64, batch_size=4, max_tokens=16)
+    asked: dict[str, Any] = {"samples": 16, "length": 64, "batch_size": 4, "max_tokens": 16, "shapes_only": True}
     with pytest.raises(TuneportError, match=r"needs `memory_budget`, the memory of one device"):
-        estimate_shapes(source, folders["qwen"], options)
-    options = replace(options, memory_budget=12 * 10**6)
+        PlanConfig.of(**asked)
+    options = PlanConfig.of(**asked, memory_budget=12 * 10**6)
     found = estimate_shapes(source, folders["qwen"], options)
     assert found["layers"] == 5 * 7
     one, two = found["plans"][:2]

@@ -19,5 +19,5 @@ def test_only_a_test_split_is_compared(tmp_path: Path, split: bool) -> None:
     rows = [{"text": f"{WORDS} {name}", **({"split": name} if split else {})} for name in ("train", "test")]
     found = texts_of_test_split(write_rows(tmp_path / "own.jsonl", rows), DistillConfig())
     assert list(found) == ([f"{WORDS} test"] if split else [])
-    shared = overlap_of([f"{WORDS}!", "another text"], [], found).shared
+    shared = overlap_of([f"{WORDS}!", "another text"], [], found)["test_overlap"]
     assert shared == (0.5 if split else None)

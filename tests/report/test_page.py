@@ -22,7 +22,7 @@ from tuneport.config import TransferConfig
 from tuneport.data.formats import read_plain
 from tuneport.data.tasks import TASKS
 from tuneport.pipeline.transfer import transfer
-from tuneport.report.answer import Answer
+from tuneport.report.answer import answer_of
 from tuneport.report.page import _ENVIRONMENT, report_page
 from tuneport.report.plots import Figure, curves
 from tuneport.report.record import to_json
@@ -317,7 +317,7 @@ class TestRepeat:
     def test_command_to_evaluate_reads_the_same_columns_and_tokens(self, record: Any) -> None:
         options = {**record["options"], "columns": {"text": "sentence"}, "max_length": 64}
         unscored = {key: value for key, value in record.items() if key not in ("outcome", "headline")}
-        found = Answer.of({**unscored, "out": "ported", "as": "model", "options": options}).command
+        found = answer_of({**unscored, "out": "ported", "as": "model", "options": options})["command"]
         assert found is not None
         assert found.endswith("--columns text=sentence --max-length 64")
 

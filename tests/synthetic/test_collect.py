@@ -6,8 +6,11 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ import pytest
 from builders.completions import serving
 from builders.texts import SENTENCES
 from builders.writers import taught_writer, writer
+from tuneport.data.dataset import Dataset
 from tuneport.errors import CheckpointError, DataError
 from tuneport.models.base import Model
 from tuneport.models.generation import Sampling, Written, generate_texts
@@ -22,8 +26,9 @@ from tuneport.synthetic.collect import Goal, collect
 from tuneport.synthetic.filters import Candidate, Form, NearDuplicates, Probe
 from tuneport.synthetic.generators import LocalGenerator, ServerGenerator
 from tuneport.synthetic.prompts import Prompts
+from tuneport.synthetic.samples import Task, Teacher, write_samples
 from tuneport.synthetic.state import TextState
-from tuneport.types import Progress
+from tuneport.types import Events, Progress
 
 SEEDS = tuple(f"how much is {word} ?" for word in ("one apple", "two pears", "a house", "the moon"))
 CHOICES = ("fruit", "thing", "sky")
@@ -67,11 +72,10 @@ def obedient(text: str, head: str) -> str:
 
 
 def test_as_many_as_wanted_are_kept() -> None:
-    done: list[int] = []
-    found = collect(Fake(), Prompts(SEEDS), Goal(count=300), advance=done.append)
+    found = collect(Fake(), Prompts(SEEDS), Goal(count=300))
     assert len(found.texts) == len(set(found.texts)) == 300
     assert found.answers is None
-    assert sum(done) == found.asked >= 300
+    assert found.asked >= 300
     assert found.judged == {"form": found.asked, "near duplicates": found.asked}
     assert found.seconds > 0
     assert found == collect(Fake(), Prompts(SEEDS), Goal(count=300))
@@ -133,6 +137,37 @@ def test_an_answer_that_never_comes_does_not_keep_the_others_waiting() -> None:
     assert len(found.texts) == 240
     assert "sky" not in found.shares
     assert found.rounds < 12
+
+
+def test_progress_follows_what_is_asked_and_is_not_complete_before_the_last_round() -> None:
+    """One answer never comes, so that texts are topped up after there are enough."""
+
+    class Shares(Events):
+        total = done = 0.0
+
+        def plan(self, total: float) -> None:
+            self.total = total
+
+        def extend(self, units: float) -> None:
+            self.total += units
+
+        def advance(self, count: int) -> None:
+            seen.append((self.done, self.total))
+            self.done += count
+
+    seen: list[tuple[float, float]] = []
+    teacher = Teacher(
+        cast("Model", SimpleNamespace(name="old")),
+        nullcontext,
+        CHOICES,
+        lambda data: [CHOICES.index(name) for name in kind(data.inputs)],
+    )
+    events = Shares()
+    found = write_samples(teacher, Fake(), Task(Dataset(list(SEEDS), None, ()), count=240), events=events)
+    assert events.done == found.collected.asked > 240
+    assert len(seen) == found.collected.rounds > 2
+    assert all(done < total for done, total in seen)
+    assert events.done <= events.total
 
 
 def test_answers_that_are_not_to_choose_from_are_dropped() -> None:

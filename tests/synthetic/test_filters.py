@@ -115,15 +115,16 @@ def test_doubt_is_measured_with_and_without_the_fine_tune() -> None:
     texts = [Candidate(text, answer="yes") for text in ("sure", "unsure", "unlearnt", "nan")]
     doubt = Doubt.of(["seed"] * 20, ["yes"] * 20, likelihood(tuned), likelihood(base))  # type: ignore[arg-type]
     assert doubt.reasons(texts, []) == [None, "doubtful", "no gain by the fine-tune", "doubtful"]
-    alone = Doubt.of([], [], likelihood(tuned))  # type: ignore[arg-type]
-    assert alone.reasons(texts, []) == [None, "doubtful", None, "doubtful"]
+    alone = Doubt.of([], [], likelihood(tuned), likelihood(base))  # type: ignore[arg-type]
+    assert alone.reasons(texts, []) == [None, "doubtful", "no gain by the fine-tune", "doubtful"]
     assert alone.reasons([], []) == []
 
 
 def test_seeds_that_the_teacher_doubts_widen_the_bounds() -> None:
     tuned = {"sure": -0.1, "unsure": -3.0, **{f"s{n}": -4.0 for n in range(9)}}
     seeds = [f"s{n}" for n in range(9)]
-    doubt = Doubt.of(seeds, [""] * 9, likelihood(tuned))  # type: ignore[arg-type]
+    base = {text: 2 * found for text, found in tuned.items()}
+    doubt = Doubt.of(seeds, [""] * 9, likelihood(tuned), likelihood(base))  # type: ignore[arg-type]
     assert doubt.least == pytest.approx(-4.0)
     assert doubt.reasons([Candidate("unsure")], []) == [None]
 

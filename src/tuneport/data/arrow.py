@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, brief
+from ..errors import DataError, reraised
 from ..io.sizes import format_bytes
 from ..io.untrusted import parse_json, read_apart
 from ..types import Split
@@ -79,14 +79,10 @@ def read_saved(path: Path, _split: Split) -> Table:
 
 
 def _read(path: Path, load: Callable[[Path], tuple[Any, list[str]]], files: tuple[Path, ...]) -> Table:
-    try:
+    with reraised(f"cannot read {path}", DataError):
         table, splits = load(path)
         columns: dict[str, Sequence[Any]] = {name: _Column(table[name]) for name in table.column_names}
         classes = _class_names((table.schema.metadata or {}).get(b"huggingface"))
-    except DataError:
-        raise
-    except Exception as error:  # errors of pyarrow, fsspec and json share no base class
-        raise DataError(f"cannot read {path}: {brief(error)}.") from error
     return Table({**columns, **({"split": splits} if splits else {})}, classes, files=files)
 
 

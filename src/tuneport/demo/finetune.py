@@ -13,10 +13,10 @@ from ..measure.accuracy import encode_batches
 from ..models.base import Model, outside_of
 from ..models.heads import choose_head
 from ..training.loop import Pace, Schedule, run_steps
-from ..types import Progress
+from ..types import Progress, ignore
 
 
-def finetune(model: Model, data: Dataset, schedule: Schedule, progress: Progress | None = None) -> nn.Module:
+def finetune(model: Model, data: Dataset, schedule: Schedule, progress: Progress = ignore) -> nn.Module:
     """Train a copy of the tower on labelled images, with the head frozen."""
     head, module = choose_head(model, "digits", data), copy.deepcopy(model.module).train()
     outside = outside_of(module, model.architecture.layers, model.architecture.loose, "")
@@ -32,6 +32,5 @@ def finetune(model: Model, data: Dataset, schedule: Schedule, progress: Progress
 
     optimizer, stops = schedule.optimizer(module), {schedule.steps}
     for _ in run_steps("the demo", module, optimizer, schedule, len(data), loss, Pace(stops=stops)):
-        if progress is not None:
-            progress(1)
+        progress(1)
     return module.eval()

@@ -111,11 +111,8 @@ class Fleet:
 
 def fleet_of(folder: Path, rows: Iterable[Row], seconds: float = 0.0) -> Fleet:
     """Sort rows by what needs a look: failures, old models that stay, then the most flips."""
-
-    def urgency(row: Row) -> tuple[int, int, int]:
-        return ORDER.index(row.status), -(row.flips or 0), row.line
-
-    return Fleet(folder, tuple(sorted(rows, key=urgency)), round(seconds, 3))
+    ordered = sorted(rows, key=lambda row: (ORDER.index(row.status), -(row.flips or 0), row.line))
+    return Fleet(folder, tuple(ordered), round(seconds, 3))
 
 
 def earlier_rows(folder: Path) -> Sequence[Row]:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from ..config import TransferConfig
-from ..errors import CheckpointError, TuneportError, brief, lacks_memory
+from ..errors import CheckpointError, TuneportError, brief, lacks_memory, reraised
 from ..models.base import Model
 from ..pipeline.inputs import open_models
 from ..pipeline.upgrade import upgrade_to_folder
@@ -230,12 +230,10 @@ def start_ray(address: str | None, count: int | None) -> Iterator[Any]:
     if not running:
         alone = {"num_cpus": count or 1, "include_dashboard": False} if address == LOCAL else {}
         host, mark, port = address.removeprefix("ray://").rpartition(":")
-        try:
+        with reraised(f"Ray does not answer at {address}", TuneportError):
             if mark and port.isdigit():  # Ray itself tries for many minutes
                 socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
             ray.init(address, log_to_driver=False, logging_level=logging.WARNING, **alone)
-        except (OSError, OverflowError, ValueError, RuntimeError) as error:
-            raise TuneportError(f"Ray does not answer at {address}: {brief(error)}.") from error
     try:
         yield ray
     finally:

@@ -19,7 +19,7 @@ import torch
 
 from ..config import parse_bytes
 from ..errors import CheckpointError, brief, first_of
-from .output import PathLike, sync
+from .output import RECORD, PathLike, sync
 from .tensors import LazyTensors, Tensors, describe
 from .untrusted import check_regular, parse_json
 from .weight_file import WeightFile, open_weights, write_safetensors
@@ -124,6 +124,11 @@ def read_object(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[str, A
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not {what}: expected a JSON object.")
     return content
+
+
+def read_record(folder: Path) -> Any:
+    """The run record of an output."""
+    return read_json(folder / RECORD, "a run record", limit=LARGEST_INDEX)
 
 
 def _open_index(index: Path) -> dict[str, WeightFile]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError, brief, first_of, shortened
+from ..errors import CheckpointError, brief, first_of, reraised, shortened
 from .tensors import Tensors, TensorSpec, describe
 from .untrusted import check_pickle, check_regular, parse_json
 
@@ -64,10 +64,8 @@ class SafetensorsFile:
                     f"{path} is refused: a file of weights may have {_LARGEST_HEADER} bytes of header."
                 )
             safe_open(str(path), framework="pt")  # checks the header
-            try:
+            with reraised(f"{path} is refused: its header cannot be read"):
                 header: dict[str, Any] = parse_json(content)
-            except ValueError as error:
-                raise CheckpointError(f"{path} is refused: its header cannot be read: {brief(error)}.") from error
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.specs = {name: self._spec(name, entry) for name, entry in header.items()}
         self._offsets = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}

@@ -16,7 +16,7 @@ from ..errors import DataError, TuneportError
 from ..models.base import Model
 from ..models.heads import Head
 from ..processes import divided
-from ..types import Progress
+from ..types import Progress, ignore
 
 T = TypeVar("T")
 Protocol = Literal["zero-shot", "linear-probe", "perplexity", "likelihood"]
@@ -32,6 +32,11 @@ class BySample:
     bits: NDArray[np.float64] | None = None  # those of its own characters
     characters: NDArray[np.int64] | None = None  # their number
     exact: NDArray[np.bool_] | None = None  # whether every likeliest token is the one to predict
+
+    @property
+    def spelled(self) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+        """The bits and the number of the characters of each sample, where they are known."""
+        return None if self.bits is None or self.characters is None else (self.bits, self.characters)
 
     @property
     def right(self) -> NDArray[np.bool_] | None:
@@ -76,7 +81,7 @@ class Evaluation:
 
 
 def zero_shot(
-    model: Model, head: Head, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None
+    model: Model, head: Head, data: Dataset, *, batch_size: int = 128, progress: Progress = ignore
 ) -> Evaluation:
     """Accuracy of the highest class score, with the head as it is."""
     check_counted(model, head)
@@ -92,7 +97,7 @@ def zero_shot(
 
 
 def linear_probe(
-    model: Model, train: Dataset, test: Dataset, *, batch_size: int = 128, progress: Progress | None = None
+    model: Model, train: Dataset, test: Dataset, *, batch_size: int = 128, progress: Progress = ignore
 ) -> Evaluation:
     """Accuracy on `test` of a logistic regression on the model's features of `train` (scikit-learn, C = 1)."""
     from sklearn.linear_model import LogisticRegression
@@ -116,7 +121,7 @@ def linear_probe(
     return Evaluation(right, len(test), "linear-probe", by_sample=BySample(predicted, test.labels, train.classes))
 
 
-def compute_features(model: Model, data: Dataset, *, batch_size: int = 128, progress: Progress | None = None) -> Tensor:
+def compute_features(model: Model, data: Dataset, *, batch_size: int = 128, progress: Progress = ignore) -> Tensor:
     """The model's features (N, width) of every sample, in order, on the CPU."""
     if model.outputs.features is None:
         raise TuneportError(f"{model.name} gives no features: tuneport does not know its family.")
@@ -134,10 +139,10 @@ def each_batch(
     model: Model,
     data: Dataset,
     batch_size: int,
-    progress: Progress | None = None,
+    progress: Progress = ignore,
 ) -> list[T]:
     """What `work` makes of each batch of encoded samples, in order; several processes divide the batches."""
-    _check_batches(data, batch_size)
+    check_samples(data)
     starts = range(0, len(data), batch_size)
 
     def one(start: int) -> T:
@@ -149,13 +154,13 @@ def each_batch(
 
 
 def encode_batches(
-    model: Model, data: Dataset, batch_size: int, progress: Progress | None = None
+    model: Model, data: Dataset, batch_size: int, progress: Progress = ignore
 ) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     """Yield batches of encoded samples on the model's device, with their labels; images are read batch by batch.
 
     Labels of unlabelled data are all -100, which cross-entropy ignores: a loss over nothing else is NaN.
     """
-    _check_batches(data, batch_size)
+    check_samples(data)
     if model.inputs.encode is None:
         raise TuneportError(model.unreadable)
     model.check_kind(data)
@@ -166,14 +171,7 @@ def encode_batches(
         part = slice(start, start + batch_size)
         batch = model.place(model.inputs.encode(list(data.inputs[part]))), torch.as_tensor(labels[part])
         yield batch
-        if progress is not None:
-            progress(len(batch[1]))
-
-
-def _check_batches(data: Dataset, batch_size: int) -> None:
-    if batch_size <= 0:
-        raise DataError(f"asked for batches of {batch_size}; expected at least 1.")
-    check_samples(data)
+        progress(len(batch[1]))
 
 
 def check_samples(data: Dataset) -> None:

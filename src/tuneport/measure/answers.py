@@ -18,7 +18,8 @@ from ..data.dataset import Dataset
 from ..errors import DataError
 from ..models.base import Model
 from ..models.generation import Sampling, generate_texts
-from ..types import Progress
+from ..models.tokenizer import joined_text
+from ..types import Progress, ignore
 from .language import likelihood
 
 MOST_TOKENS = 256  # of an answer
@@ -44,7 +45,7 @@ def is_passages(data: Dataset) -> bool:
     return not is_choice(data) and not data.has_chats and data.targets is None and data.answers != "none"
 
 
-def answered(teacher: Model, data: Dataset, progress: Progress | None = None) -> Answered:
+def answered(teacher: Model, data: Dataset, progress: Progress = ignore) -> Answered:
     """Let a language model answer samples; passages stay as they are, and answers of the data are not looked at.
 
     The samples get labels, where there are answers to choose from, or the texts that the teacher writes.
@@ -65,14 +66,14 @@ def answered(teacher: Model, data: Dataset, progress: Progress | None = None) ->
     return Answered(replace(given, answers="teacher"), kept)
 
 
-def written_answers(teacher: Model, data: Dataset, progress: Progress | None = None) -> list[str]:
+def written_answers(teacher: Model, data: Dataset, progress: Progress = ignore) -> list[str]:
     """The teacher's answer to each sample, which is no passage; "" for an answer that does not end."""
     if is_choice(data):
         blank = replace(data, labels=np.zeros(len(data), dtype=np.int64))
         predicted = likelihood(teacher, blank, progress=progress).by_sample.predicted
         assert predicted is not None
         return [each[place] for each, place in zip(candidates_of(data), predicted.tolist(), strict=True)]
-    prompts = [prompt_of(sample) if isinstance(sample, list) else _joined(sample) for sample in data.inputs]
+    prompts = [prompt_of(sample) if isinstance(sample, list) else joined_text(sample) for sample in data.inputs]
     found = generate_texts(teacher, prompts[:FIRST], Sampling(MOST_TOKENS, temperature=0.0), advance=progress)
     most = _longest(teacher, [one.text for one in found if one.finished])
     found += generate_texts(teacher, prompts[FIRST:], Sampling(most, temperature=0.0), advance=progress)
@@ -87,7 +88,3 @@ def _longest(teacher: Model, answers: Sequence[str]) -> int:
         return MOST_TOKENS
     longest = max(len(teacher.inputs.reader.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in answers)
     return min(4 * (longest + 2), MOST_TOKENS)
-
-
-def _joined(text: str | tuple[str, str]) -> str:
-    return text if isinstance(text, str) else "\n".join(text)

@@ -22,7 +22,7 @@ from ..layers import Layer
 from ..maps.covariance import CrossCovariance, are_half
 from ..maps.statistics import Key, Statistics, WeightGradient
 from ..pairing import LayerPair
-from ..types import Loss, Progress, Sides
+from ..types import Loss, Progress, Sides, ignore
 from .batches import PairedBatch, split_batch
 from .signals import NEEDS_BACKWARD, SIGNALS, WEIGHT_GRADIENT, Recorder, frozen
 from .tokens import Match, TokenLimit, match_tokens
@@ -49,7 +49,7 @@ def measure_pairs(
     losses: Sides[Loss],
     request: Request,
     *,
-    progress: Progress | None = None,
+    progress: Progress = ignore,
     start: Statistics | None = None,
     on_batch: Callable[[Statistics], None] | None = None,
 ) -> Statistics:
@@ -92,8 +92,7 @@ def measure_pairs(
                     Recorder(target, layers.target, accumulator.consume, rows, backward).run(part.target, losses.target)
                 accumulator.finish(index)
                 samples += size
-                if progress is not None:
-                    progress(size)
+                progress(size)
             passes += 1
             if on_batch is not None:
                 on_batch(so_far())

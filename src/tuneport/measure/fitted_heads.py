@@ -28,6 +28,7 @@ from ..maps.ridge import ridge
 from ..models.base import Model
 from ..models.change import Change, Finetuned, change_of
 from ..models.heads import Head
+from ..models.offload import with_attribute
 from ..models.open import as_classifier, labelling_of
 from ..models.parts import Labelling
 from ..models.weights import changed, finetuned
@@ -197,11 +198,10 @@ def _regression(model: Model, inputs: Sequence[Tensor], data: Dataset) -> tuple[
     assert data.scores is not None
     if model.task != "token":
         return torch.cat(list(inputs)), torch.as_tensor(data.scores)
-    assert model.inputs.reader is not None
     rows, start, texts = [], 0, with_prompts(data).inputs if model.inputs.prompted else data.inputs
     for batch in inputs:
         part = slice(start, start := start + len(batch))
-        scores = scores_on(data.scores[part], model.inputs.reader.texts(list(texts[part])).spans[0])
+        scores = scores_on(data.scores[part], model.reader.texts(list(texts[part])).spans[0])
         known = ~scores.isnan().any(-1)
         rows.append((batch[known], scores[known]))
     X, Y = (torch.cat(side) for side in zip(*rows, strict=True))
@@ -247,14 +247,8 @@ def _inputs(model: Model, module: nn.Module, place: str, data: Dataset, batch_si
     forward = model.outputs.logits or model.outputs.features
     assert forward is not None
     path, _, name = place.rpartition(".")
-    parent = module.get_submodule(path)
-    layer = getattr(parent, name)
-    setattr(parent, name, nn.Identity())
-    try:
-        with frozen(module), torch.no_grad():
-            return each_batch(lambda batch: forward(module, batch).double().cpu(), model, data, batch_size)
-    finally:
-        setattr(parent, name, layer)
+    with with_attribute(module.get_submodule(path), name, nn.Identity()), frozen(module), torch.no_grad():
+        return each_batch(lambda batch: forward(module, batch).double().cpu(), model, data, batch_size)
 
 
 def scores_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32) -> NDArray[Any]:
@@ -269,11 +263,10 @@ def scores_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, ba
 
 def _by_spans(model: Model, data: Dataset, found: Iterable[Tensor]) -> NDArray[Any]:
     """The spans of the tokens of each text and their scores, NaN for special tokens, of rows (T, classes)."""
-    assert model.inputs.reader is not None
     rows = np.empty(len(data), dtype=object)
     texts = with_prompts(data).inputs if model.inputs.prompted else data.inputs
     for number, (text, scores) in enumerate(zip(texts, found, strict=True)):
-        encoded = model.inputs.reader.texts([text])  # without padding, which is on the right
+        encoded = model.reader.texts([text])  # without padding, which is on the right
         assert encoded.inside is not None
         inside = encoded.inside[0]
         rows[number] = encoded.spans[0][0], scores[: len(inside)].masked_fill(~inside[:, None], torch.nan)

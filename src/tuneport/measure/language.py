@@ -19,7 +19,7 @@ from ..errors import DataError, TuneportError
 from ..models.base import Model, widened
 from ..models.tokenizer import Encoded
 from ..processes import divided
-from ..types import Progress
+from ..types import Progress, ignore
 from .accuracy import BySample, Evaluation, Protocol, check_samples
 from .chance import ratio, standard_error
 from .objectives import batch_for, choose_objective, labelled_tokens, questions_at_once, sum_by_row
@@ -49,7 +49,7 @@ class _Scores:
         return Evaluation(accuracy, samples, protocol, rate, tokens, each, cut, error, by_sample)
 
 
-def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress | None = None) -> Evaluation:
+def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress = ignore) -> Evaluation:
     """The loss of the texts, of their targets, or of the answers in chats, per token and per character.
 
     Perplexity is the exponential of the mean loss of a token. Bits per character divide the losses of the tokens that
@@ -63,7 +63,7 @@ def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     return found.evaluation(100.0 * float(found.right.sum() / found.tokens.sum()), len(data), "perplexity")
 
 
-def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress | None = None) -> Evaluation:
+def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress = ignore) -> Evaluation:
     """Accuracy of the likeliest answer among the choices of each sample, or among the words for the classes.
 
     The likelihood is that of the whole answer, not divided by its length. Perplexity and bits per character are those
@@ -82,8 +82,7 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
             chosen.append(int(found.losses[begin : begin + count].argmin()))
             rows.append([values[begin + label] for values in vars(found).values()])
             begin += count
-        if progress is not None:
-            progress(len(part))
+        progress(len(part))
         return chosen, rows
 
     answered = divided(range(0, len(data), size), scored)
@@ -118,7 +117,7 @@ def _check(model: Model, data: Dataset) -> None:
 
 
 def _score(
-    model: Model, data: Dataset, batch_size: int, progress: Progress | None = None, counts: Sequence[int] = ()
+    model: Model, data: Dataset, batch_size: int, progress: Progress = ignore, counts: Sequence[int] = ()
 ) -> _Scores:
     objective = choose_objective(data, [model])
 
@@ -134,8 +133,7 @@ def _score(
             own, right = losses * _own(model, encoded).to(losses.device), scores.argmax(-1) == labels
             values = (losses, own, torch.ones_like(labels), right)
             sums = [sum_by_row(each, rows, len(samples)).cpu().numpy() for each in values]
-        if progress is not None:
-            progress(len(samples))
+        progress(len(samples))
         counted = [each.astype(np.int64) for each in sums[2:]]
         return [*sums[:2], *counted, np.array(encoded.characters), np.array(encoded.cut, dtype=np.int64)]
 

@@ -68,10 +68,6 @@ class Measurement:
     def signals(self) -> frozenset[Signal]:
         return self.calibration.signals
 
-    def with_signals(self, signals: frozenset[Signal]) -> Measurement:
-        """Measure these signals only."""
-        return replace(self, calibration=replace(self.calibration, signals=signals))
-
     def with_samples(self, samples: Samples) -> Measurement:
         """Measure other samples, with as large a share of the token limit."""
         limits = self.limits

@@ -23,7 +23,7 @@ from ..data.dataset import UNLABELLED, Dataset
 from ..errors import DataError, TuneportError, brief, reraised, shortened, unknown_name
 from ..models.base import Model, widened
 from ..models.heads import Head
-from ..models.tokenizer import Encoded, Reader
+from ..models.tokenizer import Encoded
 from ..types import Loss
 from .tokens import scores_on
 
@@ -281,12 +281,6 @@ class HeadLoss:
         return F.cross_entropy(scores.flatten(0, -2), labels.flatten(), reduction=reduction)
 
 
-def _reader(model: Model) -> Reader:
-    if model.inputs.reader is None:
-        raise TuneportError(model.unreadable)
-    return model.inputs.reader
-
-
 @dataclass(frozen=True, eq=False)
 class ContrastiveLoss:
     """Classify the second text of each first text among those of the batch."""
@@ -302,19 +296,19 @@ class ContrastiveLoss:
 
 
 def _encode_pairs(model: Model, samples: Dataset) -> Encoded:
-    return replace(_reader(model).pairs(list(samples.inputs)), labels=torch.arange(len(samples)))
+    return replace(model.reader.pairs(list(samples.inputs)), labels=torch.arange(len(samples)))
 
 
 def _encode_continuations(model: Model, samples: Dataset) -> Encoded:
     taught = samples.answers == "teacher"
-    return _reader(model).continuations(list(samples.inputs), read_answers(samples), taught=taught)
+    return model.reader.continuations(list(samples.inputs), read_answers(samples), taught=taught)
 
 
 def _encode_answers(model: Model, samples: Dataset) -> Encoded:
     if samples.has_chats:
         questions, answers = zip(*map(last_answer, samples.inputs), strict=True)
-        return _reader(model).answers(["\n".join(part["content"] for part in chat) for chat in questions], answers)
-    return _reader(model).answers(list(samples.inputs), list(read_answers(samples) or ()))
+        return model.reader.answers(["\n".join(part["content"] for part in chat) for chat in questions], answers)
+    return model.reader.answers(list(samples.inputs), list(read_answers(samples) or ()))
 
 
 OBJECTIVES: Mapping[str, Objective] = {

@@ -122,18 +122,12 @@ class RouteJudge:
         if one is None or two is None:
             return 0
         if one.by_sample.predicted is not None and two.by_sample.predicted is not None and self.answers is not None:
-            before, after = one.by_sample.predicted == self.answers, two.by_sample.predicted == self.answers
-            found = direction(int(np.sum(after & ~before)), int(np.sum(before & ~after)))
+            same, now = one.by_sample.predicted == self.answers, two.by_sample.predicted == self.answers
+            found = direction(int(np.sum(now & ~same)), int(np.sum(same & ~now)))
             if found or not self.writes:
                 return found
-        if (
-            one.by_sample.bits is None
-            or two.by_sample.bits is None
-            or one.by_sample.characters is None
-            or two.by_sample.characters is None
-        ):
-            return 0
-        return shift((one.by_sample.bits, one.by_sample.characters), (two.by_sample.bits, two.by_sample.characters))
+        before, after = one.by_sample.spelled, two.by_sample.spelled
+        return 0 if before is None or after is None else shift(before, after)
 
     def agrees(self, row: RouteScore) -> bool:
         """Whether a model agrees with the old one, with certainty."""

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CaptureError
 from ..layers import Layer
-from ..models.offload import watched
+from ..models.offload import watched, with_attribute
 from ..types import Loss, Signal
 
 INPUT: Signal = "input"
@@ -124,11 +124,8 @@ class Recorder(TorchFunctionMode):
             def record(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
                 return self._record(input, weight, linear(input, weight, bias), sequence_first=samples)
 
-            F.linear = record
-            try:
+            with with_attribute(F, "linear", record):
                 return func(*args, **kwargs)
-            finally:
-                F.linear = linear
 
     def _record(
         self, x: Any, weight: Any, result: Any, *, in_by_out: bool = False, sequence_first: int | None = None

@@ -23,6 +23,7 @@ from ..io.checkpoint import read_object, write_checkpoint
 from ..io.tensors import LazyTensors, TensorSpec, describe, renamed
 from ..layers import Layer, LooseTensor, find_layers, find_loose
 from .parts import Architecture, Batch, Classifier, Generation, Inputs, Labelling, Outputs, Weights, Write
+from .tokenizer import Reader
 
 MIXTURE = "part of a mixture of experts, which have no common order in two models: the target keeps its own"
 
@@ -70,6 +71,13 @@ class Model:
         if self.inputs.kind == "text" and self.weights.folder is not None:
             return f"{self.name} has no tokenizer in its folder: copy its files (tokenizer.json) from the original."
         return f"{self.name} cannot read raw samples; pass batches and loss=, or a model folder."
+
+    @property
+    def reader(self) -> Reader:
+        """The tokenizer; an error if there is none."""
+        if self.inputs.reader is None:
+            raise TuneportError(self.unreadable)
+        return self.inputs.reader
 
     @property
     def generates(self) -> str | None:

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, TuneportError
-from ..io.checkpoint import open_checkpoint, read_json
+from ..io.checkpoint import open_checkpoint, read_record
 from ..io.fingerprint import same_weights
 from ..io.hub import local
 from ..io.places import check_no_parts
@@ -216,11 +215,7 @@ def stated_fingerprint(finetuned: Finetuned) -> str:
     """The fingerprint of its base that a task-vector file, or an adapter by tuneport, has; else nothing."""
     try:
         if isinstance(finetuned, Adapter):
-            folder = finetuned.files[0].parent if finetuned.files else None
-            known = folder is not None and (folder / "tuneport.json").is_file()
-            record: Mapping[str, Any] = {}
-            if known and folder is not None:
-                record = read_json(folder / "tuneport.json", "a run record", limit=10**8)
+            record = read_record(finetuned.files[0].parent) if finetuned.files else {}
             return str(record.get("base_fingerprint", ""))
         if isinstance(finetuned, (str, Path)) and is_task_vector(Path(finetuned)):
             return open_checkpoint(Path(finetuned)).metadata.get("base_fingerprint", "")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import CaptureError, DataError, TuneportError, reraised
 from ..processes import divided
-from ..types import Chat, Progress
+from ..types import Chat, Progress, ignore
 from .base import Model
 from .chat import apply_template, prompt_text
 from .tokenizer import Reader
@@ -76,7 +76,7 @@ def generate_texts(
     sampling: Sampling,
     *,
     batch_size: int | None = None,
-    advance: Progress | None = None,
+    advance: Progress = ignore,
 ) -> list[Written]:
     """Write one text after each prompt, in the order of the prompts. A prompt given twice gets two texts.
 
@@ -103,8 +103,7 @@ def generate_texts(
 
     def write(batch: list[int]) -> list[Written]:
         texts = _write(model, [rows[index] for index in batch], [chances[index] for index in batch], sampling, ends)
-        if advance is not None:
-            advance(len(batch))
+        advance(len(batch))
         return texts
 
     texts = dict(zip(order, chain(*divided(batches, write)), strict=True))
@@ -114,10 +113,9 @@ def generate_texts(
 def _reader_of(model: Model) -> Reader:
     if model.generation is None:
         raise TuneportError(f"{model.name} does not write texts; give a causal or an encoder-decoder model.")
-    if model.inputs.reader is None:
-        raise TuneportError(model.unreadable)
+    reader = model.reader
     model.require_in_memory("writing texts", "raise it, or give a smaller model")
-    return model.inputs.reader
+    return reader
 
 
 def _encode(model: Model, prompts: Sequence[Prompt], new: int) -> list[list[int]]:
@@ -128,9 +126,8 @@ def _encode(model: Model, prompts: Sequence[Prompt], new: int) -> list[list[int]
     with reraised("the tokenizer cannot read a prompt", DataError):
         for prompt in prompts:
             special = isinstance(prompt, str) or not reader.tokenizer.chat_template
-            row = list(
-                reader.tokenizer(_rendered(reader, prompt), add_special_tokens=special, verbose=False)["input_ids"]
-            )
+            text = prompt if isinstance(prompt, str) else prompt_text(reader.tokenizer, prompt)
+            row = list(reader.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
             while causal and special and row and row[-1] in reader.ends:
                 row.pop()
             rows.append(row or [_first(reader)])
@@ -139,11 +136,6 @@ def _encode(model: Model, prompts: Sequence[Prompt], new: int) -> list[list[int]
         most = f"{model.name} reads at most {room}" + causal * f" before {new} new ones"
         raise DataError(f"a prompt has {longest} tokens, and {most}. Shorten it.")
     return rows
-
-
-def _rendered(reader: Reader, prompt: Prompt) -> str:
-    """The prompt as the model reads it: a chat by the template, up to where the model's turn begins."""
-    return prompt if isinstance(prompt, str) else prompt_text(reader.tokenizer, prompt)
 
 
 def _first(reader: Reader) -> int:

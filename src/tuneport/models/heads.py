@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import CheckpointError, DataError, brief, first_of, is_text
+from ..errors import CheckpointError, DataError, first_of, is_text, reraised
 from ..io.checkpoint import open_checkpoint, read_json
 from ..io.untrusted import check_regular, parse_json
 from .base import DatasetLike, Model, widened
@@ -46,10 +46,8 @@ def temperature_of(parameter: Tensor, stored: Mapping[str, Tensor], name: str) -
 
 def config_classes(config: Any) -> tuple[str, ...]:
     """The class names of a classification layer; transformers' defaults LABEL_0, LABEL_1 become 0, 1."""
-    try:
+    with reraised("id2label in config.json has keys that are not numbers"):
         labels = {int(index): str(name) for index, name in (config.id2label or {}).items()}
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"id2label in config.json has keys that are not numbers: {brief(error)}.") from error
     return tuple(labels[i].removeprefix("LABEL_") for i in sorted(labels))
 
 

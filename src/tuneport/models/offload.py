@@ -118,13 +118,13 @@ def placed(module: nn.Module, placement: Placement | None) -> Iterator[None]:
     with ExitStack() as stack:
         for parameter in module.parameters():
             if id(parameter) not in loaded_later:
-                stack.enter_context(_changed(parameter, "data", read(parameter).to(placement.device)))
+                stack.enter_context(with_attribute(parameter, "data", read(parameter).to(placement.device)))
         for buffer in module.buffers():
-            stack.enter_context(_changed(buffer, "data", buffer.data.to(placement.device)))
+            stack.enter_context(with_attribute(buffer, "data", buffer.data.to(placement.device)))
         for part in module.modules() if placement.blocks else ():
             config = getattr(part, "config", None)
             if getattr(config, "use_cache", None) is True:  # a cache would grow when a block runs a second time
-                stack.enter_context(_changed(config, "use_cache", False))
+                stack.enter_context(with_attribute(config, "use_cache", False))
         for path in placement.blocks:
             part = module.get_submodule(path)
             loaded = own[path] if path in placement.fetched else []
@@ -134,7 +134,7 @@ def placed(module: nn.Module, placement: Placement | None) -> Iterator[None]:
 
 
 @contextmanager
-def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Context in which an attribute has another value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
@@ -188,7 +188,7 @@ class _Block:
         with ExitStack() as stack:
             for parameter in self.parameters:
                 data = self.read(parameter).to(self.device, non_blocking=True, copy=not self.fresh)
-                stack.enter_context(_changed(parameter, "data", data))
+                stack.enter_context(with_attribute(parameter, "data", data))
                 del data
             yield
 
@@ -220,7 +220,10 @@ class _Recompute(torch.autograd.Function):
         ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
         ctx.others = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]  # a leaf may be None itself
         watcher = _watcher.get()
-        with _changed(watcher, "paused", True) if watcher is not None else nullcontext(), call.block.weights_loaded():
+        with (
+            with_attribute(watcher, "paused", True) if watcher is not None else nullcontext(),
+            call.block.weights_loaded(),
+        ):
             found = call.run(leaves)
         tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
         ctx.mark_non_differentiable(*(tensor for tensor in tensors if not tensor.is_floating_point()))

@@ -19,7 +19,7 @@ from ..io.untrusted import check_regular_files
 from ..io.validate import check_unquantised
 from ..types import Sides
 from .base import Family, Model, ModelLike, describe_any
-from .families import TOKENIZER_FILES, open_tokenizer
+from .families import open_tokenizer
 from .families.huggingface import HuggingFace
 from .families.open_clip import OpenClip
 from .families.timm import Timm
@@ -118,8 +118,6 @@ def as_classifier(model: Model, labelling: Labelling, *, trust_remote_code: bool
 
 def tokenizer_of(folder: str | Path) -> Any | None:
     """The tokenizer in the folder of a model or of an adapter; None if there is none that can be used."""
-    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
-        return None
     try:
         return open_tokenizer(Path(folder), False, "a fine-tune")
     except CheckpointError:

@@ -41,12 +41,11 @@ def outline_of(kind: Any, folder: Path, dtype: torch.dtype, **options: Any) -> n
     with _building, reraised(f"{folder / 'config.json'} describes no {kind.__name__}"):
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
-        hook = register_module_parameter_registration_hook(to_meta)
         try:
-            config = kind.config_class.from_pretrained(folder, local_files_only=True)
-            module: nn.Module = kind(config, **options)
+            with register_module_parameter_registration_hook(to_meta):
+                config = kind.config_class.from_pretrained(folder, local_files_only=True)
+                module: nn.Module = kind(config, **options)
         finally:
-            hook.remove()
             torch.set_default_dtype(before)
     replace_by_placeholders(module)
     return module.eval()

@@ -148,7 +148,7 @@ class Reader:
                 [prompt_text(self.tokenizer, chat[:-1]) for chat in chats],
                 [c[-1]["content"] for c in chats],
             )
-        starts = [_joined(cast(Text, text)) for text in texts]
+        starts = [joined_text(cast(Text, text)) for text in texts]
         _check_targets(starts, targets or ())
         ends = [""] * len(starts) if targets is None else targets
         whole = [start + gap_between(start, end, " ") + end for start, end in zip(starts, ends, strict=True)]
@@ -202,7 +202,7 @@ class Reader:
 
     def answers(self, texts: Sequence[Text], targets: Sequence[str]) -> Encoded:
         """Encode for an encoder-decoder model, which predicts the target from the text."""
-        _check_targets([_joined(text) for text in texts], targets)
+        _check_targets([joined_text(text) for text in texts], targets)
         found, wanted = self.texts(texts), self.texts(targets)
         ids, mask, spans = wanted.inputs["input_ids"], wanted.inputs["attention_mask"], wanted.spans[0]
         labels, inside = ids.masked_fill(mask == 0, IGNORED), wanted.inside
@@ -294,7 +294,8 @@ def _check_targets(texts: Sequence[str], targets: Sequence[str]) -> None:
             raise DataError(f"the target of {text[:60]!r} is empty: there is nothing to predict. Fill or drop it.")
 
 
-def _joined(text: Text) -> str:
+def joined_text(text: Text) -> str:
+    """A text, or a pair of texts as two lines."""
     return text if isinstance(text, str) else "\n".join(text)
 
 

@@ -86,8 +86,7 @@ def added_rows(
     added = added_tokens(source, finetuned) if keys and target.inputs.reader is not None else {}
     if not added:
         return None
-    assert target.inputs.reader is not None
-    ids = target.inputs.reader.tokenizer.get_vocab()
+    ids = target.reader.tokenizer.get_vocab()
     moved: dict[str, Entry] = {}
     parts: list[Part] = []
     for name, key in keys.items():
@@ -135,9 +134,8 @@ def _shared(models: Sides[Model]) -> tuple[list[int], list[int]]:
     """The ids of the tokens that both vocabularies have; a blank at the begin is written in two ways."""
     sides = []
     for model in models:
-        assert model.inputs.reader is not None
         rows = len(model.stored_parameters()[tables_of(model)["input"]])
-        vocabulary = model.inputs.reader.tokenizer.get_vocab()
+        vocabulary = model.reader.tokenizer.get_vocab()
         sides.append({text.replace("▁", "Ġ"): row for text, row in vocabulary.items() if row < rows})
     both = [text for text in sides[0] if text in sides[1]]
     return [sides[0][text] for text in both], [sides[1][text] for text in both]

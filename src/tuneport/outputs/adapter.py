@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..errors import TuneportError, first_of
-from ..io.checkpoint import LARGEST_INDEX, read_json
 from ..io.fingerprint import weights_fingerprint
 from ..io.output import new_folder
 from ..io.tensors import LazyTensors
@@ -24,8 +23,7 @@ from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights, whole_tensors
 from ..task_vectors.lora_write import UNCUT, AdapterForm, Packed, no_place, pack, saved_modules
 from ..task_vectors.servers import vllm_rank, vllm_refusals
-from .base import TEXTS, Output, Update, write_texts
-from .sizes import update_bytes
+from .base import TEXTS, Output, Update, update_bytes, write_texts
 
 TASKS = {  # of peft, by the ends of names of classes
     "ForSequenceClassification": "SEQ_CLS",
@@ -97,9 +95,6 @@ class AdapterOutput(Output):
             write_adapter(folder, packed.adapter)
             more = {**(texts or {}), **({LOADER: LOAD.format(**loader)} if (loader := _loader(update)) else {})}
             return write_texts(folder, _with_adapter(record, update, packed), update.target.weights.library, more)
-
-    def read_record(self, out: Path) -> Any:
-        return read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)
 
     def written(self, update: Update) -> Mapping[str, Tensor]:
         target = update.target
@@ -187,7 +182,7 @@ def whole_head(target: Model, changed: Collection[str], fitted: bool) -> list[st
 def adapter_entry(packed: Packed) -> dict[str, Any]:
     """What a record says of a written adapter; of one for a decoder, also what vLLM makes of it."""
     config = packed.adapter.config
-    entry = {"rank": config["r"], "modules": [asdict(item) for item in packed.modules]}
+    entry = {"rank": config["r"], "modules": packed.modules}
     if config.get("task_type") != "CAUSAL_LM":
         return entry
     return {**entry, "vllm": {"max_lora_rank": vllm_rank(packed.adapter), "refused": [*vllm_refusals(packed.adapter)]}}

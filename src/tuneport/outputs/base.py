@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..io.output import check_new_folder, new_file
+from ..io.checkpoint import read_record
+from ..io.output import check_new_file, check_new_folder, new_file
 from ..methods import Method
 from ..models.base import Model
 from ..models.weights import Scaled
@@ -20,6 +22,7 @@ from ..report.page import report_page
 from ..report.record import Record, to_json, write_record
 from ..task_vectors.account import Part
 from ..task_vectors.vector import TaskVector
+from ..types import FILE_FORMATS
 
 TEXTS = 2**20  # bytes that card, record and report take at most, except for models of thousands of layers
 
@@ -59,7 +62,8 @@ class Output(ABC):
         self, out: str | Path, overwrite: bool, *, inputs: Iterable[Path] = (), needed_bytes: int = 0
     ) -> None:
         """Refuse an output that must not be replaced, or that does not fit on the disk."""
-        check_new_folder(out, overwrite, needed_bytes=needed_bytes, inputs=inputs)
+        check = check_new_file if self.name in FILE_FORMATS else check_new_folder
+        check(out, overwrite, needed_bytes=needed_bytes, inputs=inputs)
 
     def check(self, plan: Plan, update: Update, method: Method) -> None:
         """Refuse, before anything is measured, a transfer whose result cannot be written.
@@ -97,9 +101,9 @@ class Output(ABC):
             with new_file(out / name, overwrite=True) as file:
                 file.write_text(text, encoding="utf-8")
 
-    @abstractmethod
     def read_record(self, out: Path) -> Any:
         """The run record of an output; an error of any kind if there is none."""
+        return read_record(out)
 
     def written(self, update: Update) -> Mapping[str, Tensor]:
         """The parameters that `write` changes, by live names, as they are read from what it writes."""
@@ -109,6 +113,25 @@ class Output(ABC):
         """The target with the change as it will be written, for any scale."""
         target = update.target
         return Scaled(target.module, update.vector, target.stored_parameters())
+
+
+def update_bytes(plan: Plan, vector: TaskVector, method: Method, lora: int | None = None) -> int:
+    """The bytes of all updates in float32.
+
+    Args:
+        plan: the layers that are moved.
+        vector: the task vector of the source, whose ranks the method may keep.
+        method: moves it.
+        lora: the rank of a LoRA; 0 if it is chosen later, which counts as one; None for dense updates.
+    """
+    numbers = 0
+    for pair in plan.pairs:
+        shape, weight = (pair.target.out_features, pair.target.in_features), pair.source.weight
+        rank = vector.spec(weight).rank if method.keeps_rank and weight in vector else None
+        if lora is not None:
+            rank = min(lora or rank or 1, *shape)
+        numbers += math.prod(shape) if rank is None else rank * sum(shape)
+    return 4 * numbers
 
 
 def texts_of(record: Record, library: str | None) -> dict[str, str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from ..io.checkpoint import LARGEST_INDEX, read_json
 from ..io.companions import companion_bytes, copy_companions
 from ..io.output import new_folder
 from ..io.tensors import describe
@@ -38,6 +37,3 @@ class ModelOutput(Output):
             copy_companions(target.weights.folder, folder)
             target.weights.write(folder, update.in_files().apply_to(target.weights.tensors))
             return write_texts(folder, record, target.weights.library, texts)
-
-    def read_record(self, out: Path) -> Any:
-        return read_json(out / "tuneport.json", "a run record", limit=LARGEST_INDEX)

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ..errors import TuneportError
 from ..io.checkpoint import open_checkpoint
 from ..io.fingerprint import weights_fingerprint
-from ..io.output import check_new_file
 from ..methods import Method
 from ..pairing import Plan
 from ..report.record import Record, to_json
 from ..task_vectors.vector import load_task_vector, save_task_vector
-from .base import Output, Update
-from .sizes import update_bytes
+from .base import Output, Update, update_bytes
 
 
 class TaskVectorOutput(Output):
     """The change of the target as one file."""
 
     name: ClassVar[str] = "task-vector"
-
-    def check_place(
-        self, out: str | Path, overwrite: bool, *, inputs: Iterable[Path] = (), needed_bytes: int = 0
-    ) -> None:
-        check_new_file(out, overwrite, needed_bytes=needed_bytes, inputs=inputs)
 
     def check_update(self, update: Update) -> None:
         """Refuse a fitted head: it is not a difference from the target's files."""

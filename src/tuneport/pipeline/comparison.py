@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,7 +25,7 @@ from ..config import MeasureConfig
 from ..data.dataset import Dataset, align_labels
 from ..data.tasks import read_data
 from ..errors import DataError, TuneportError
-from ..measure.accuracy import Evaluation, check_counted, compute_features, zero_shot
+from ..measure.accuracy import BySample, Evaluation, check_counted, compute_features, zero_shot
 from ..measure.chance import LEAST, LEVEL, direction, share_interval, shift, tail
 from ..measure.fitted_heads import before_port, is_bare
 from ..measure.language import likelihood, perplexity, usual_protocol
@@ -39,7 +38,7 @@ from ..models.weights import changed, finetuned
 from ..report.decision import shown
 from ..report.summary import SCORE_FORMS
 from ..training.distill import STEPS
-from ..types import Progress, Sides
+from ..types import Progress, Sides, ignore
 
 Metric = Literal["accuracy", "bits per character", "fidelity"]
 Role = Literal["finetuned", "target", "port", "distilled"]
@@ -122,15 +121,15 @@ class ModelScore:
         return BARE if self.role == "target" and self.head == "fitted" else WORDS[self.role]
 
     @property
-    def right(self) -> NDArray[np.bool_] | None:
-        """Whether each sample is right, where samples have classes."""
-        return None if self.found is None else self.found.by_sample.right
+    def by_sample(self) -> BySample:
+        """What is known of each sample."""
+        return BySample() if self.found is None else self.found.by_sample
 
     def row(self, samples: int) -> dict[str, Any]:
         """For the record, with a 95 % interval where it is known."""
-        low, high = None, None
-        if self.right is not None:
-            low, high = (100 * end for end in share_interval(int(self.right.sum()), len(self.right)))
+        low, high, right = None, None, self.by_sample.right
+        if right is not None:
+            low, high = (100 * end for end in share_interval(int(right.sum()), len(right)))
         elif self.found is not None and self.found.error is not None:
             low, high = self.value - 1.96 * self.found.error, self.value + 1.96 * self.found.error
         ends = {"low": low, "high": high, "samples": samples}
@@ -151,50 +150,41 @@ class Comparison:
     def written(self) -> ModelScore:
         return self.scored["distilled" if "distilled" in self.scored else "port"]
 
-    @property
-    def test(self) -> Dataset:
-        return self.on.test
-
     def better(self, first: ModelScore, second: ModelScore) -> int:
         """1 if the second is clearly better than the first, -1 if it is clearly worse, else 0."""
-        if first.right is not None and second.right is not None:
-            return direction(int((second.right & ~first.right).sum()), int((first.right & ~second.right).sum()))
-        if first.found is not None and second.found is not None:
-            return shift(_spelled(first.found), _spelled(second.found))
+        one, two = first.by_sample, second.by_sample
+        if one.right is not None and two.right is not None:
+            return direction(int((two.right & ~one.right).sum()), int((one.right & ~two.right).sum()))
+        if one.spelled is not None and two.spelled is not None:
+            return shift(one.spelled, two.spelled)
         return int(np.sign(second.value - first.value)) if abs(second.value - first.value) > SMALL else 0
 
     @property
     def guessed(self) -> int:
         """The number of classes, if what is written is no better than a guess among them; else, or not known, 0."""
-        found = self.written.found
-        if (
-            found is None
-            or found.by_sample.right is None
-            or len(found.by_sample.classes) < 2
-            or len(found.by_sample.right) < LEAST
-        ):
+        right, count = self.written.by_sample.right, len(self.written.by_sample.classes)
+        if right is None or count < 2 or len(right) < LEAST:
             return 0
-        count = len(found.by_sample.classes)
-        return count if tail(len(found.by_sample.right), int(found.by_sample.right.sum()), 1 / count) >= LEVEL else 0
+        return count if tail(len(right), int(right.sum()), 1 / count) >= LEVEL else 0
 
     def record(self) -> dict[str, Any]:
         """The entries of the run record."""
-        before, after, samples = self.scored["target"], self.written, len(self.test)
-        entry: dict[str, Any] = {"data": self.test.name, "samples": samples}
+        before, after, samples = self.scored["target"], self.written, len(self.on.test)
+        entry: dict[str, Any] = {"data": self.on.test.name, "samples": samples}
         if self.on.shared:
             entry |= {"shared": self.on.shared, "held_out": self.on.held_out}
         entry |= {"protocol": self.protocol, "metric": self.metric, "before": before.value, "after": after.value}
         if "finetuned" in self.scored:
             entry["source"] = self.scored["finetuned"].value
-        if before.found is not None and before.found.by_sample.bits is not None:
+        if before.by_sample.bits is not None:
             names = {"target": "before", "finetuned": "source"}
             kept = {names.get(role, "after"): each.found for role, each in self.scored.items() if each.found}
             details = ("accuracy", "perplexity", "tokens", "bits_per_character", "cut")
             entry["scores"] = {name: {key: getattr(each, key) for key in details} for name, each in kept.items()}
         rows = [each.row(samples) for each in self.scored.values()]
-        return {"evaluation": entry, "accuracies": rows, **self._by_sample(before, after)}
+        return {"evaluation": entry, "accuracies": rows, **self._by_sample(before.by_sample, after.by_sample)}
 
-    def _by_sample(self, before: ModelScore, after: ModelScore) -> dict[str, Any]:
+    def _by_sample(self, before: BySample, after: BySample) -> dict[str, Any]:
         """Accuracy by class, and samples that turned right or wrong, where samples have classes."""
         if before.right is None or after.right is None:
             return {}
@@ -204,33 +194,20 @@ class Comparison:
             name: [self._turned(int(index), before, after) for index in np.flatnonzero(which)[:SHOWN]]
             for name, which in flips.items()
         }
-        assert before.found is not None
-        assert after.found is not None
-        if not before.found.by_sample.classes:  # a label is a place among the answers of its sample
+        if not before.classes:  # a label is a place among the answers of its sample
             return {"turned": turned}
-        pairs = zip(before.found.by_sample.by_class(), after.found.by_sample.by_class(), strict=True)
         classes = [
             {"class": old["class"], "samples": old["samples"], "before": old["accuracy"], "after": new["accuracy"]}
-            for old, new in pairs
+            for old, new in zip(before.by_class(), after.by_class(), strict=True)
         ]
         return {"by_class": classes, "turned": turned}
 
-    def _turned(self, index: int, before: ModelScore, after: ModelScore) -> dict[str, Any]:
-        assert before.found is not None
-        assert after.found is not None
-        one, two = before.found.by_sample, after.found.by_sample
-        names = one.classes if self.test.choices is None else self.test.choices[index]
-        found = {"label": one.labels, "before": one.predicted, "after": two.predicted}
+    def _turned(self, index: int, before: BySample, after: BySample) -> dict[str, Any]:
+        names = before.classes if self.on.test.choices is None else self.on.test.choices[index]
+        found = {"label": before.labels, "before": before.predicted, "after": after.predicted}
         numbers = {key: values[index] for key, values in found.items() if values is not None}
         words = {key: str(names[int(number)]) for key, number in numbers.items()}
-        return {"index": int(self.on.indices[index]), **words, **shown(self.test.inputs[index])}
-
-
-def _spelled(found: Evaluation) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """The bits and the characters of each text."""
-    assert found.by_sample.bits is not None
-    assert found.by_sample.characters is not None
-    return found.by_sample.bits, found.by_sample.characters
+        return {"index": int(self.on.indices[index]), **words, **shown(self.on.test.inputs[index])}
 
 
 def compare(
@@ -242,7 +219,7 @@ def compare(
     config: MeasureConfig,
     *,
     name: str = "",
-    progress: Progress | None = None,
+    progress: Progress = ignore,
 ) -> Comparison:
     """Score the fine-tuned source where it is whole and in memory, the target, and what was made of it.
 
@@ -345,7 +322,7 @@ def summarize(
     before, after = evaluated.scored["target"], evaluated.written
     form, unit = SCORE_FORMS[evaluated.metric]
     kind = "held-out" if evaluated.on.held_out else "test"
-    where = f"held-out samples of {evaluated.test.name}" if evaluated.on.held_out else evaluated.test.name
+    where = f"held-out samples of {evaluated.on.test.name}" if evaluated.on.held_out else evaluated.on.test.name
     what = f"{evaluated.metric} on {where}: {before.value:{form}} -> {after.value:{form}}{unit}"
     if same:
         headline = f"{evaluated.metric} on {where}: {before.value:{form}}{unit}, as before: nothing moved"
@@ -358,7 +335,7 @@ def summarize(
     words: dict[int, tuple[Word, str]] = {
         1: ("gain", "the transfer helped"),
         -1: ("harm", f"the transfer did harm; try {safer}more samples, or {MORE}"),
-        0: ("no clear change", f"no clear change on {len(evaluated.test)} {kind} samples"),
+        0: ("no clear change", f"no clear change on {len(evaluated.on.test)} {kind} samples"),
     }
     outcome, said = words[change]
     return Outcome(outcome, f"{what}: {said}{alone}", _recommended(evaluated, change, distilled))

@@ -30,7 +30,7 @@ from ..models.sharding import sharded
 from ..outputs import Output, Update, output_of
 from ..pairing import Plan
 from ..processes import by_first, ranks, undivided
-from ..report.provenance import data_identity, identity_of, package_version, versions
+from ..report.provenance import data_identity, identity_of
 from ..report.record import to_json
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.lora_format import Adapter
@@ -39,7 +39,7 @@ from ..training.distill import teach
 from ..training.state import StateFile
 from ..types import Events, Sides
 from .evaluate import with_protocol
-from .inputs import identity_of_parts
+from .inputs import about_inputs
 from .lessons import Lessons, OldModel, Rows, lessons_of, read_own, samples_of, texts_of_test_split
 from .result import Result
 from .run import check_out, claimed_by_first, finished, state_file
@@ -121,18 +121,13 @@ def _prepare(
         raise TuneportError("an adapter or a task vector teaches together with its base: pass `source`.")
     base: Any = tuned if source is None else source
     dtype, _ = dtype_on(device, config.dtype, base, target)
+    kind = pick_dtype(dtype)
     if config.shard and ranks().size == 1:
         raise OptionError("`shard` divides models over several processes: start them with torchrun, or leave it out.")
     if config.shard:
-        models = Sides(*(outline_model(model, dtype=pick_dtype(dtype)) for model in (base, target)))
+        models = Sides(*(outline_model(model, dtype=kind) for model in (base, target)))
     else:
-        models = open_both(
-            base,
-            target,
-            device=device,
-            dtype=pick_dtype(dtype),
-            trust_remote_code=config.trust_remote_code,
-        )
+        models = open_both(base, target, device=device, dtype=kind, trust_remote_code=config.trust_remote_code)
     models = Sides(*(model.cut_at(config.max_length) for model in models))
     vector = TaskVector({}) if source is None else change_of(models.source, tuned)
     if config.shard:
@@ -140,18 +135,8 @@ def _prepare(
     for model in models:
         if model.inputs.encode is None:
             raise TuneportError(model.unreadable)
-    about = {
-        "tuneport": package_version("tuneport"),
-        "command": "distill",
-        "options": config.to_json(),
-        "resolved": {"device": str(device), "dtype": dtype},
-        "source": identity_of(models.source),
-        "finetuned": identity_of(tuned),
-        "target": identity_of(models.target),
-        "versions": versions(),
-        "blocks": {"source": {}, "target": {}},
-    }
-    about |= _others(config)
+    about = about_inputs("distill", config, models, [tuned], None)
+    about |= {"resolved": {"device": str(device), "dtype": dtype}, **_others(config)}
     if data is None:
         return _Prepared(OldModel(models, vector), None, None, {**about, "data": {"name": "written samples"}})
     task, where = split_reference(data) if isinstance(data, (str, Path)) else (None, data)
@@ -179,19 +164,9 @@ def about_upgrade(
             **data_identity(data, own, np.arange(len(own))),
             "indices": [] if indices is None else indices.tolist(),
         }
-    return {
-        "tuneport": package_version("tuneport"),
-        "command": "upgrade",
-        "options": config.to_json(),
-        "resolved": {"device": str(models.target.device), "dtype": config.dtype},
-        "source": identity_of(models.source),
-        "finetuned": identity_of_parts([opened(part) for part in parts]),
-        "target": identity_of(models.target),
-        "data": drawn,
-        "versions": versions(),
-        "blocks": {"source": {}, "target": {}},
-        **_others(config),
-    }
+    about = about_inputs("upgrade", config, models, map(opened, parts), drawn)
+    about["resolved"] = {"device": str(models.target.device), "dtype": config.dtype}
+    return {**about, **_others(config)}
 
 
 def deciding(about: Mapping[str, Any], config: LessonsConfig) -> dict[str, Any]:

@@ -68,10 +68,6 @@ def plan(
 def estimate(inputs: PlanInputs, config: PlanConfig) -> dict[str, Any]:
     """Estimate a transfer: the pairing, what stays, bytes of statistics, and samples that the models answer.
 
-    Args:
-        inputs: models and data.
-        config: the options of the transfer.
-
     Returns:
         JSON values; `notes` are for the user.
     """
@@ -172,8 +168,7 @@ def count_answers(setup: Setup, scale: float | ScaleRule, tested: int, exclude: 
     (source, target), change, calibration = setup.models, setup.change, setup.calibration
     judge = Judge(target, calibration, ModelOutput(), change.fits_head)
     count, fits = len(calibration.samples), 1 if change.fits_head else 0
-    rows = 1 if target.shares_questions else max(judge.answers_per_sample, 1)
-    candidates = len(judge.candidates) * rows if isinstance(scale, str) else 0
+    candidates = len(judge.candidates) * judge.passes if isinstance(scale, str) else 0
     of_source = count_forward_passes(source, change, calibration, exclude)
     of_source += tested if is_whole(source, change, exclude) else 0
     bare = 1 if tested and is_bare(target, fits=change.fits_head) else 0
@@ -253,8 +248,6 @@ def estimate_shapes(source: str | Path, target: str | Path, config: PlanConfig) 
     Returns:
         JSON values: for each number of devices, runs over the data, and bytes on one device and off it.
     """
-    if config.memory_budget is None:
-        raise TuneportError("a plan for devices needs `memory_budget`, the memory of one device.")
     measurement = measurement_of_shapes(source, target, config)
     vector, method = every_layer(measurement.source), get_method(config.method)
     forecast = Forecast.of(measurement)

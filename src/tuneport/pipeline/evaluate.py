@@ -14,9 +14,8 @@ from ..data.dataset import Dataset, align_labels
 from ..data.samplers import select
 from ..data.tasks import read_data
 from ..errors import CheckpointError, OptionError, TuneportError
-from ..io.checkpoint import LARGEST_INDEX, read_object
+from ..io.checkpoint import read_record
 from ..io.hub import local
-from ..io.output import RECORD
 from ..measure.accuracy import Evaluation, check_counted, linear_probe, zero_shot
 from ..measure.fitted_heads import labelling_by, renamed_classes
 from ..measure.language import likelihood, perplexity, usual_protocol
@@ -126,7 +125,7 @@ def ask(
 def _lineage(out: str | Path) -> dict[str, tuple[str | Path, str | Path | None]]:
     """The old model, the target and an output, each with its base, as far as the output's record names them."""
     try:
-        record = read_object(Path(out) / RECORD, "a run record", limit=LARGEST_INDEX)
+        record = read_record(Path(out))
         places = {role: record.get(role, {}).get("path") for role in ("finetuned", "source", "target")}
     except (TuneportError, AttributeError):
         return {}

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..config import MeasureConfig
+from ..config import Config, MeasureConfig
 from ..data.dataset import DEFAULT_SAMPLES, align_labels
 from ..errors import CheckpointError
 from ..measure.chance import LEAST, LEVEL, direction, tail
@@ -53,7 +53,7 @@ from ..report.provenance import base_note, identity_of, package_version, version
 from ..report.record import to_json
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
-from ..types import Progress, Sides
+from ..types import Progress, Sides, ignore
 from .scale import ScaleChoice
 
 LEAST_LEFT = 0.5  # of the weights of the base in a fine-tune: their coefficient in it
@@ -172,7 +172,7 @@ def check_inputs(
     plan: Plan,
     calibration: Calibration,
     config: MeasureConfig,
-    progress: Progress = lambda _: None,
+    progress: Progress = ignore,
 ) -> InputCheck:
     """Run the fine-tuned source and its base on the samples, if they are whole and the samples have true labels.
 
@@ -193,7 +193,8 @@ def check_inputs(
 
 def check_weights(source: Model, vector: TaskVector, plan: Plan, *, accept: bool = False) -> float | None:
     """The norm of the change over that of the base; a CheckpointError if the fine-tune has most likely another base."""
-    change, left = _change(source, vector, plan)
+    weights = dict.fromkeys(pair.source.weight for pair in plan.pairs)
+    change, left = relation(source.stored_parameters(), vector, weights)
     if left < LEAST_LEFT and not accept:
         raise CheckpointError(
             f"the fine-tune differs from {source.name} by {change:.2f} times the norm of its weights, and little "
@@ -282,18 +283,11 @@ def _by_tokens(
     return InputCheck(size, len(base), "loss", float(base.mean()), float(tuned.mean()))
 
 
-def _change(source: Model, vector: TaskVector, plan: Plan) -> tuple[float | None, float]:
-    """The norm of the change over that of the base, and the share of the base that is left in the fine-tune.
-
-    Both are measured in some of the paired layers. An adapter stores its change as factors, which say nothing of its
-    base.
-    """
-    weights = dict.fromkeys(pair.source.weight for pair in plan.pairs)
-    return relation(source.stored_parameters(), vector, weights)
-
-
 def relation(stored: Mapping[str, Tensor], vector: TaskVector, weights: Iterable[str]) -> tuple[float | None, float]:
-    """The norm of a change over that of its base, and the share of the base that is left in it, in some layers."""
+    """The norm of a change over that of its base, and the share of the base that is left in it, in some layers.
+
+    An adapter stores its change as factors, which say nothing of its base.
+    """
     names = [name for name in weights if name in vector and name in stored and vector.spec(name).rank is None]
     chosen = dict.fromkeys(names[index * len(names) // LAYERS] for index in range(LAYERS)) if names else {}
     change = base = along = 0.0
@@ -320,18 +314,9 @@ def describe_inputs(
     device = pick_device(config.device)
     opened = [model.module if model.weights.folder is None else model.name for model in models]
     dtype, dtype_note = dtype_on(device, config.dtype, *opened)
-    record: dict[str, Any] = {
-        "tuneport": package_version("tuneport"),
-        "command": "transfer",
-        "options": config.to_json(),
-        "resolved": {"device": str(device), "dtype": dtype, "loss": calibration.loss_name},
-        "source": identity_of(models.source),
-        "finetuned": identity_of_parts(change.parts),
-        "target": identity_of(models.target),
-        "data": drawn,
-        "versions": versions(),
-        "blocks": {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)},
-    }
+    record = about_inputs("transfer", config, models, change.parts, drawn)
+    record["resolved"] = {"device": str(device), "dtype": dtype, "loss": calibration.loss_name}
+    record["blocks"] = {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)}
     samples = calibration.samples
     notes: list[str | None] = [dtype_note]
     offloads = config.memory_budget is not None and device.type != "cpu"  # also live modules
@@ -353,23 +338,34 @@ def describe_inputs(
     return record
 
 
-def identity_of_parts(parts: Iterable[Any]) -> dict[str, Any]:
-    """The identity of the fine-tune, or of several whose changes are added."""
-    inputs = [identity_of(part) for part in parts]
-    if len(inputs) == 1:
-        return inputs[0]
-    return {"name": " + ".join(part["name"] for part in inputs), "parts": inputs}
+def about_inputs(
+    command: str, config: Config, models: Sides[Model], parts: Iterable[Any], drawn: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The first entries of a record: options, and inputs with their SHA-256; `parts` are fine-tunes that are added."""
+    tuned = [identity_of(part) for part in parts]
+    names = " + ".join(part["name"] for part in tuned)
+    return {
+        "tuneport": package_version("tuneport"),
+        "command": command,
+        "options": config.to_json(),
+        "resolved": {},
+        "source": identity_of(models.source),
+        "finetuned": tuned[0] if len(tuned) == 1 else {"name": names, "parts": tuned},
+        "target": identity_of(models.target),
+        **({} if drawn is None else {"data": drawn}),
+        "versions": versions(),
+        "blocks": {"source": {}, "target": {}},
+    }
 
 
 def _text_notes(models: Sides[Model], samples: DatasetSamples, cut: Sides[int]) -> Iterator[str]:
     """What the models do not read as the data have it: texts that are cut, chats without a template."""
     for model, count in zip(models, cut, strict=True):
-        assert model.inputs.reader is not None
         if count:
-            length = model.inputs.reader.longest
-            more = ": raise `max_length`" if length < model.inputs.reader.limit else ""
+            length = model.reader.longest
+            more = ": raise `max_length`" if length < model.reader.limit else ""
             yield f"{count} of {len(samples)} texts are cut at {length} tokens of {model.name}{more}"
-        if samples.dataset.has_chats and not model.inputs.reader.tokenizer.chat_template:
+        if samples.dataset.has_chats and not model.reader.tokenizer.chat_template:
             yield f"{model.name} has no chat template: it reads the messages one after the other"
 
 

@@ -38,11 +38,6 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
 
     What is measured is saved in a hidden folder next to the output, which a finished run removes. Of several processes
     the first writes.
-
-    Args:
-        inputs: models, data and output.
-        config: the options.
-        events: listens to the run.
     """
     events = events or Events()
     given = (inputs.source, inputs.finetuned, inputs.target, inputs.data)
@@ -83,26 +78,13 @@ def write_run(
     test: Dataset | None = None,
     untested: str = "",
 ) -> Mapping[str, Any]:
-    """Run a prepared transfer, write its result to `out` and return the run record.
+    """Run a prepared transfer, write its result to `out` and return the run record; use `claimed_by_first`.
 
-    Args:
-        setup: the transfer.
-        out: what to write.
-        config: its options.
-        events: listens to the run.
-        test: data that are scored.
-        untested: why there are none.
+    The data `test` are scored; `untested` says why there are none.
     """
     _check(setup, config, output_of(config), test)
     _tell_notes(setup, events)
     on, untested = _to_score(setup, config, test, untested, events)
-    with claimed_by_first(out):
-        return _write_run(setup, out, config, events, on, untested)
-
-
-def _write_run(
-    setup: Setup, out: Path, config: TransferConfig, events: Events, on: Unseen | None, untested: str
-) -> Mapping[str, Any]:
     method, output, scale = get_method(config.method), output_of(config), choose_rule(setup, config.scale)
     if config.scale is None and isinstance(scale, float):
         events.note("the scale is 1, as in the paper: no sample can be scored to choose it")

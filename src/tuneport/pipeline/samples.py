@@ -283,12 +283,6 @@ def label_samples(
 ) -> tuple[Calibration, dict[str, Any] | None]:
     """Give the samples the scores that a head is fitted to, and the labels of the fine-tuned source if it labels them.
 
-    Args:
-        source: the source.
-        change: what makes it the fine-tuned one.
-        calibration: the drawn samples.
-        labels: whose labels are asked for.
-
     Returns:
         The calibration, and for the record by whom the samples are labelled, if not by the data.
     """

@@ -35,7 +35,7 @@ from ..runtime.distributed import gather_transfer, reduce_statistics, share_of
 from ..runtime.passes import Passes, by_block, groups_of
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
-from ..types import Events, Progress, ScaleRule, Sides
+from ..types import Events, Progress, ScaleRule, Sides, ignore
 from .scale import Judge, ScaleChoice, choose_on_halves
 
 
@@ -212,7 +212,7 @@ def measure(
     signals: Iterable[str] | None = None,
     views: bool = False,
     by_layer: bool = True,
-    progress: Progress | None = None,
+    progress: Progress = ignore,
     work: Work | None = None,
     stage: str = "all",
 ) -> Statistics:
@@ -235,7 +235,7 @@ def measure(
         measurement = measurement.listed()
     stage = stage if here.size == 1 else f"{stage}-{here.rank}-of-{here.size}"
     earlier = work.load(stage, measurement.runs_on) if work is not None else None
-    if earlier is not None and progress is not None:
+    if earlier is not None:
         progress(earlier.samples)
     keeper = work.keeper(stage) if work is not None else None
     owned: dict[str, Any] = {"by_layer": by_layer, "device": measurement.runs_on}
@@ -255,7 +255,7 @@ def _measured(
     measurement: Measurement,
     share: tuple[Samples, int],
     signals: frozenset[str],
-    progress: Progress | None = None,
+    progress: Progress = ignore,
     earlier: Statistics | None = None,
     keeper: Callable[[Statistics], None] | None = None,
 ) -> Statistics:

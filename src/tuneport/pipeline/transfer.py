@@ -73,7 +73,7 @@ class Setup:
         method.check(self.plan)
         device = pick_device(config.device) if config.memory_budget is not None else None
         limits = Limits(config.max_tokens, config.memory_budget, device, seed=config.seed)
-        return Measurement(self.models, self.plan, self.calibration, limits).with_signals(method.signals)
+        return Measurement(self.models, self.plan, replace(self.calibration, signals=method.signals), limits)
 
 
 def transfer(

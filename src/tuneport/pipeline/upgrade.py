@@ -236,18 +236,9 @@ def _own_samples(data: Any, config: UpgradeConfig) -> tuple[Dataset, NDArray[np.
 
 def _transfer_config(config: UpgradeConfig, target: Model | None = None) -> TransferConfig:
     """The options of the transfer that the routes are made of; a language model is written as an adapter."""
-    shared = (
-        "columns",
-        "max_length",
-        "head",
-        "classes",
-        "exclude",
-        "device",
-        "dtype",
-        "batch_size",
-        "trust_remote_code",
-    )
-    given = {name: getattr(config, name) for name in (*shared, "seed", "accept_unlikely", "save_every", "overwrite")}
+    other = {"samples", "labels", "as_", "rank", "resume"}  # of the same names, which mean something else there
+    shared = {item.name for item, _ in TransferConfig.options()} - other
+    given = {name: value for name, value in config.values().items() if name in shared}
     writes = target is not None and target.generates is not None
     as_ = config.as_ or ("adapter" if writes else "model")
     rank = (config.rank or RANK) if as_ == "adapter" else None
@@ -267,16 +258,6 @@ class _Routes:
     config: UpgradeConfig
     lessons: UpgradeSamples
     judge: RouteJudge
-
-    @property
-    def work(self) -> Work | None:
-        """The state of a run that can be resumed."""
-        return self.lessons.work
-
-    @property
-    def events(self) -> Events:
-        """What listens to the run."""
-        return self.lessons.events
 
     @cached_property
     def neutral(self) -> Neutral | None:
@@ -312,11 +293,11 @@ class _Routes:
         if name == "copy":
             setup = self._paired
             check_same_shapes(setup)
-            return run(setup, replace(self.asked, method="naive", scale=1.0), events=self.events)
+            return run(setup, replace(self.asked, method="naive", scale=1.0), events=self.lessons.events)
         if name == "port":
-            return run(self._paired, self.asked, work=self._port_work, events=self.events)
+            return run(self._paired, self.asked, work=self._port_work, events=self.lessons.events)
         lessons = self.lessons.of(name)
-        self.events.step(f"route {name}: teaching")
+        self.lessons.events.step(f"route {name}: teaching")
         ported = next((row for row in rows if row.name == "port"), None)
         helps = ported is not None and self.judge.better(rows[1], ported) > 0
         return self._teach(name, lessons, port if helps else None)
@@ -329,33 +310,33 @@ class _Routes:
 
     @property
     def _port_work(self) -> Work | None:
-        if self.work is None:
+        if (whole := self.lessons.work) is None:
             return None
         conditions = conditions_of(self._paired.about, self.asked, get_method(self.asked.method), "upgrade")
-        work = Work(self.work.out, conditions, self.work.every)
+        work = Work(whole.out, conditions, whole.every)
         work.check()
         return work
 
     def _teach(self, name: str, lessons: Lessons, start: Result | None) -> Result:
         """Teach a student that begins at the port, where that helps, or at the target."""
         lora = self.asked.rank if self.asked.as_ == "adapter" else None
-        saved = None
-        if self.work is not None:
-            self.work.make_folder()
-            place = self.work.training_state.with_name(f"{name}.safetensors")
-            saved = StateFile(place, fingerprint({**self.work.conditions, "route": name}), self.work.every)
+        saved, work, events = None, self.lessons.work, self.lessons.events
+        if work is not None:
+            work.make_folder()
+            place = work.training_state.with_name(f"{name}.safetensors")
+            saved = StateFile(place, fingerprint({**work.conditions, "route": name}), work.every)
         samples = samples_of(self.models, lessons.own, self.judge.heads)
         if start is None and self.lessons.old.writes:
             config = DistillConfig.of(steps=self.config.steps, lora=lora, seed=self.config.seed)
-            about = {**self.about, "fingerprint": fingerprint({} if self.work is None else self.work.conditions)}
-            found = taught(samples, self.lessons.old.vector, lessons, config, about, self.events, saved)
+            about = {**self.about, "fingerprint": fingerprint({} if work is None else work.conditions)}
+            found = taught(samples, self.lessons.old.vector, lessons, config, about, events, saved)
             return replace(found, config=self.asked, setup=self.setup, texts=lessons.files(self.config.keep_texts))
         if start is None:
-            start = run(self._paired, self.asked, work=self._port_work, events=self.events)
+            start = run(self._paired, self.asked, work=self._port_work, events=events)
             start = replace(start, update=replace(start.update, scale=0.0))
         change = self._paired.change
         asked: Any = with_teacher_scores(self.models, change, samples) if change.fits_head else samples
-        more = {"samples": asked, "extra": lessons.extra, "events": self.events, "saved": saved}
+        more = {"samples": asked, "extra": lessons.extra, "events": events, "saved": saved}
         found = start.distill(self.config.steps, lora=lora, **more)
         record = found.record if lessons.about is None else {**found.record, "synthetic": lessons.about}
         return replace(found, record=record, texts=lessons.files(self.config.keep_texts))

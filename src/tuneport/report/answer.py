@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +23,20 @@ WRITTEN = ("port", "distilled")  # roles of models that did not exist before
 MEASURE = "evaluate the output on a labelled test split"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the first screen shows."""
-
-    sentence: str
-    style: str
-    sign: str
-    scores: Figure | None
-    about_scores: str
-    advice: str
-    command: str | None
-
-    @classmethod
-    def of(cls, record: Record) -> Answer:
-        """The answer that a record holds; without a test split, that there is none and how to get one."""
-        outcome = record.get("outcome", "not measured")
-        style, sign = STYLES["gain" if record.get("chosen") else outcome]  # a route is chosen if it is clearly better
-        scores, advice = _scores(record), record.get("recommendation") or MEASURE
-        return cls(
-            sentence=_sentence(record.get("headline") or UNMEASURED),
-            style=style,
-            sign=sign,
-            scores=scores,
-            about_scores=_about(record) if scores is not None else "",
-            advice=_sentence(advice),
-            command=_measuring(record) if outcome == "not measured" else _distilling(record, outcome, advice),
-        )
+def answer_of(record: Record) -> dict[str, Any]:
+    """What the first screen shows of a record; without a test split, that there is none and how to get one."""
+    outcome = record.get("outcome", "not measured")
+    style, sign = STYLES["gain" if record.get("chosen") else outcome]  # a route is chosen if it is clearly better
+    scores, advice = _scores(record), record.get("recommendation") or MEASURE
+    return {
+        "sentence": _sentence(record.get("headline") or UNMEASURED),
+        "style": style,
+        "sign": sign,
+        "scores": scores,
+        "about_scores": _about(record) if scores is not None else "",
+        "advice": _sentence(advice),
+        "command": _measuring(record) if outcome == "not measured" else _distilling(record, outcome, advice),
+    }
 
 
 def _sentence(text: str) -> str:

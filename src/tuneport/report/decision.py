@@ -68,24 +68,22 @@ def _said(row: RouteScore, old: RouteScore) -> str:
 
 def disagreements(judge: RouteJudge, rows: Sequence[RouteScore], chosen: str | None) -> tuple[Mapping[str, Any], ...]:
     """Held-out samples that the old and the new model answer otherwise; without a new model, none."""
-    row = next((row for row in rows if row.name == chosen), None)
-    if row is None or row.found is None or row.found.by_sample.predicted is None or judge.answers is None:
+    found, old = next((row.found for row in rows if row.name == chosen), None), judge.answers
+    if found is None or found.by_sample.predicted is None or old is None:
         return ()
-    places = np.flatnonzero(row.found.by_sample.predicted != judge.answers)
-    if judge.writes and row.found.by_sample.bits is not None:  # what the new model expects least comes first
-        places = places[np.argsort(-row.found.by_sample.bits[places], kind="stable")]
-    return tuple(_disagreement(judge, int(index), row.found) for index in places[:SHOWN])
+    new, bits = found.by_sample.predicted, found.by_sample.bits
+    places = np.flatnonzero(new != old)
+    if judge.writes and bits is not None:  # what the new model expects least comes first
+        places = places[np.argsort(-bits[places], kind="stable")]
+    return tuple(_disagreement(judge, int(at), found, {"old": old[at], "new": new[at]}) for at in places[:SHOWN])
 
 
-def _disagreement(judge: RouteJudge, index: int, found: Evaluation) -> Mapping[str, Any]:
-    assert judge.answers is not None
-    assert found.by_sample.predicted is not None
+def _disagreement(judge: RouteJudge, index: int, found: Evaluation, numbers: dict[str, Any]) -> Mapping[str, Any]:
     data = judge.data
     if judge.writes:
         chat = data.inputs[index]
         answer = chat[-1]["content"] if isinstance(chat, list) else (data.targets or ())[index]
         return {"old": answer, **shown(chat[:-1] if isinstance(chat, list) else chat)}
-    numbers = {"old": judge.answers[index], "new": found.by_sample.predicted[index]}
     if judge.raw.labels is not None:
         numbers["label"] = judge.raw.labels[index]
     return {key: _answer(judge, found, index, int(one)) for key, one in numbers.items()} | shown(data.inputs[index])

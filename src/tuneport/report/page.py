@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..io.sizes import format_bytes
-from .answer import Answer
+from .answer import answer_of
 from .plots import Figure, Number, curves, is_finite, tracks
 from .record import Record
 from .summary import LAYER_COLUMNS, kept_rows, layer_rows, left_shares, number_text, repeat_command, summary_rows
@@ -39,7 +39,7 @@ def report_page(record: Record) -> str:
         record=record,
         script=script,
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        answer=Answer.of(record),
+        answer=answer_of(record),
         done_rows=[row for row in summary_rows(record) if row[0] in DONE],
         class_tracks=_class_tracks(record.get("by_class") or ()),
         scale_curve=_scale_curve(record),

@@ -19,7 +19,7 @@ from ..data.choices import shared_answers
 from ..errors import DataError, first_of
 from ..models.generation import Sampling
 from ..processes import by_first
-from ..types import Progress
+from ..types import Events
 from .filters import Candidate, Filter, Form, NearDuplicates
 from .generators import Generator
 from .overlap import shares
@@ -94,7 +94,7 @@ def collect(
     filters: Sequence[Filter] | None = None,
     judges: Sequence[Filter] = (),
     state: TextState | None = None,
-    advance: Progress | None = None,
+    events: Events | None = None,
 ) -> Collected:
     """Collect texts until there are enough or the rounds are used up.
 
@@ -112,13 +112,16 @@ def collect(
     names = [one.name for one in (*filters, *judges)]
     conditions = {"generator": generator.name, "prompts": asdict(prompts), "goal": asdict(goal), "filters": names}
     saved = by_first(lambda: state.load(conditions)) if state is not None else None
-    now = saved or Rounds(goal.temperature)
+    now, events = saved or Rounds(goal.temperature), events or Events()
+    events.plan(expected := _left(now, goal))
     while not _complete(now, goal, labels_of(now, prompts)):
-        started = time.perf_counter()
+        started, left = time.perf_counter(), _left(now, goal)
+        events.extend(left - expected)
         choices = labels_of(now, prompts)
         requests = _requests(now, prompts, goal, choices)
+        expected = left - len(requests)
         sampling = Sampling(goal.max_new_tokens, now.temperature, goal.top_p, prompts.stops, _seed(goal, now.round))
-        written = generator.write([request.prompt for request in requests], sampling, advance)
+        written = generator.write([request.prompt for request in requests], sampling, events.advance)
         texts = [prompts.sample(r, w.text) for r, w in zip(requests, written, strict=True)]
         new = [Candidate(text, w.finished) for text, w in zip(texts, written, strict=True)]
         kept = [text for text, _ in (*now.kept, *now.spare)]
@@ -226,11 +229,16 @@ def _without_rare(now: Rounds, prompts: Prompts) -> list[tuple[str, str | None]]
     return [(text, given) for text, given in found if given in labels]
 
 
+def _left(now: Rounds, goal: Goal) -> int:
+    """How many texts must still be written if as many are kept as before."""
+    rate = max(now.good / now.asked, 0.05) if now.asked else 0.7
+    return max(math.ceil((goal.count - len(now.kept)) / rate), SMALLEST)
+
+
 def _requests(now: Rounds, prompts: Prompts, goal: Goal, choices: Sequence[str]) -> list[Request]:
     """What is asked in this round: half of it answer by answer, if answers are thin."""
     missing = goal.count - len(now.kept)
-    rate = max(now.good / now.asked, 0.05) if now.asked else 0.7
-    count = min(max(math.ceil(missing / rate), SMALLEST), goal.largest if now.round else FIRST)
+    count = min(_left(now, goal), goal.largest if now.round else FIRST)
     lacking = {} if prompts.passages else _lacking(now, goal, choices)
     named = (count if missing <= sum(lacking.values()) else count // 2) if lacking else 0
     found = prompts.requests(now.asked, count - named)

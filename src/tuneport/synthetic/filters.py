@@ -172,22 +172,18 @@ class Doubt:
     """
 
     tuned: Likelihood  # the likelihood of answers by the fine-tuned model
-    base: Likelihood | None = None  # the same without the fine-tune
+    base: Likelihood  # the same without the fine-tune
     least: float = CERTAIN  # the least mean log-likelihood
     least_gain: float = 0.0  # the least difference to the model without the fine-tune
     name: str = "the teacher's doubt"
 
     @classmethod
-    def of(
-        cls, seeds: Sequence[str], answers: Sequence[str], tuned: Likelihood, base: Likelihood | None = None
-    ) -> Doubt:
+    def of(cls, seeds: Sequence[str], answers: Sequence[str], tuned: Likelihood, base: Likelihood) -> Doubt:
         """The doubt that drops at most a share of the seed samples."""
         if not seeds:
             return cls(tuned, base)
         found = np.asarray(tuned(seeds, answers), dtype=np.float64)
         least = min(float(np.quantile(found, SHARE)), CERTAIN)
-        if base is None:
-            return cls(tuned, None, least)
         gain = found - np.asarray(base(seeds, answers), dtype=np.float64)
         return cls(tuned, base, least, min(float(np.quantile(gain, SHARE)), 0.0))
 
@@ -199,10 +195,9 @@ class Doubt:
         texts = [candidate.text for candidate in candidates]
         answers = [candidate.answer or "" for candidate in candidates]
         tuned = np.asarray(self.tuned(texts, answers), dtype=np.float64)
-        base = tuned if self.base is None else np.asarray(self.base(texts, answers), dtype=np.float64)
-        least_gain = -math.inf if self.base is None else self.least_gain
+        base = np.asarray(self.base(texts, answers), dtype=np.float64)
         return [
-            "doubtful" if not one >= self.least else "no gain by the fine-tune" if not gain >= least_gain else None
+            "doubtful" if not one >= self.least else "no gain by the fine-tune" if not gain >= self.least_gain else None
             for one, gain in zip(tuned, tuned - base, strict=True)
         ]
 

@@ -13,7 +13,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from ..io.untrusted import parse_json
 from ..models.base import Model
 from ..models.generation import Sampling, Written, generate_texts
 from ..processes import by_first
-from ..types import Progress
+from ..types import Progress, ignore
 
 LARGEST_ANSWER = 2**20  # bytes
 AGAIN = (408, 429, 500, 502, 503, 504)  # states of a server that may pass
@@ -35,7 +35,7 @@ class Generator(Protocol):
     @property
     def name(self) -> str: ...
 
-    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]: ...
+    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress = ignore) -> list[Written]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class LocalGenerator:
     def name(self) -> str:
         return self.model.name
 
-    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]:
+    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress = ignore) -> list[Written]:
         """Write the texts, sorted into batches of similar length."""
         return generate_texts(self.model, prompts, sampling, batch_size=self.batch_size, advance=advance)
 
@@ -63,7 +63,6 @@ class ServerGenerator:
 
     url: str  # its address, with or without /v1
     model: str | None = None  # the model's name there; None for the first that it lists
-    key: str | None = field(default=None, repr=False)  # sent as a bearer token
     seconds: float = 120.0  # the longest that one request may take
     tries: int = 3  # requests for one prompt, if a failure may pass
     pause: float = 0.5  # seconds before the second try; doubled before each further one
@@ -77,11 +76,11 @@ class ServerGenerator:
     def name(self) -> str:
         return f"{self.model or 'model'} at {self.url}"
 
-    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]:
+    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress = ignore) -> list[Written]:
         """Write the texts, several at the same time; of several processes the first asks the server."""
         return by_first(lambda: self._write(prompts, sampling, advance))
 
-    def _write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None) -> list[Written]:
+    def _write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress) -> list[Written]:
         model = self.model or self._first_model()
         seen: Counter[str] = Counter()
         bodies = []
@@ -93,8 +92,7 @@ class ServerGenerator:
         try:
             for written in pool.map(self._complete, bodies):
                 found.append(written)
-                if advance is not None:
-                    advance(1)
+                advance(1)
         finally:
             pool.shutdown(cancel_futures=True)
         return found
@@ -138,7 +136,7 @@ class ServerGenerator:
 
     def _read(self, path: str, body: dict[str, Any] | None) -> bytes:
         base = self.url.rstrip("/").removesuffix("/v1")
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        headers = {"Content-Type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{base}/v1/{path}", data=data, headers=headers)
         deadline = time.monotonic() + self.seconds

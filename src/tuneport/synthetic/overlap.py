@@ -6,21 +6,9 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 WORD = re.compile(r"\w+")
 RUN = 13  # words in a row that two texts do not share by chance
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """The longest run of words shared with own samples, and the share of texts with a run of 13 of a test sample.
-
-    Without test samples nobody knows that share.
-    """
-
-    longest_run: int
-    shared: float | None
 
 
 def words_of(text: str) -> tuple[str, ...]:
@@ -28,9 +16,13 @@ def words_of(text: str) -> tuple[str, ...]:
     return tuple(WORD.findall(text.lower()))
 
 
-def overlap_of(texts: Sequence[str], own: Sequence[str], test: Sequence[str] = ()) -> Overlap:
-    """Compare written texts with own samples and with test samples."""
-    return Overlap(longest_run(texts, own), share_with_run(texts, test) if test else None)
+def overlap_of(texts: Sequence[str], own: Sequence[str], test: Sequence[str] = ()) -> dict[str, float | None]:
+    """The longest run of words shared with own samples, and the share of texts with a run of 13 of a test sample.
+
+    Without test samples nobody knows that share.
+    """
+    shared = share_with_run(texts, test) if test else None
+    return {"longest_run": longest_run(texts, own), "test_overlap": shared}
 
 
 def longest_run(texts: Iterable[str], others: Iterable[str]) -> int:

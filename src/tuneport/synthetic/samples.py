@@ -25,11 +25,11 @@ from ..measure.language import answer_likelihoods, perplexity
 from ..measure.objectives import batch_for
 from ..models.base import Model
 from ..models.generation import Sampling, Written
-from ..types import Chat, Events, Progress
+from ..types import Chat, Events, Progress, ignore
 from .collect import Collected, Goal, collect
 from .filters import Doubt, Filter, Form, NearDuplicates, Probe
 from .generators import Generator, LocalGenerator
-from .overlap import Overlap, overlap_of
+from .overlap import overlap_of
 from .prompts import Prompts
 from .state import TextState
 
@@ -131,14 +131,13 @@ class WrittenSamples:
     data: Dataset
     texts: tuple[str, ...]
     collected: Collected
-    overlap: Overlap
+    overlap: Mapping[str, float | None]
     generator: str
 
     def record(self) -> dict[str, Any]:
         """Counts, and the share of each answer to choose from, without a text that was written."""
-        about = {"longest_run": self.overlap.longest_run, "test_overlap": self.overlap.shared}
         free: dict[str, Any] = {"shares": {}} if self.data.answers == "teacher" else {}
-        return {"generator": self.generator, **self.collected.record(), **about, **free}
+        return {"generator": self.generator, **self.collected.record(), **self.overlap, **free}
 
 
 def write_samples(
@@ -194,7 +193,6 @@ def write_samples(
     if passages:  # they need not end, and are no longer than the own ones
         most = min(longest // LETTERS, PASSAGE_TOKENS) or PASSAGE_TOKENS
     goal = Goal(task.count, max_new_tokens=most, seed=task.seed)
-    events.plan(task.count)
     found = collect(
         generator,
         prompts,
@@ -203,7 +201,7 @@ def write_samples(
         filters=filters,
         judges=judges,
         state=state,
-        advance=events.advance,
+        events=events,
     )
     data = asked(found.texts) if not passages else Dataset(list(found.texts), None, ())
     if not passages and teacher.classify is None and not choices:
@@ -222,7 +220,7 @@ class _Tuned:
     def name(self) -> str:
         return self.teacher.model.name
 
-    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress | None = None) -> list[Written]:
+    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress = ignore) -> list[Written]:
         with self.teacher.tuned():
             return LocalGenerator(self.teacher.model).write(prompts, sampling, advance)
 
@@ -251,8 +249,6 @@ def _doubt(teacher: Teacher, asked: Any, seeds: Sequence[str], answers: Sequence
 
 def _features(model: Model, texts: Sequence[str]) -> NDArray[np.floating]:
     """The mean hidden state of each text: what the last layer reads (N, d)."""
-    reader = model.inputs.reader
-    assert reader is not None
     owner = model.module.get_submodule(model.architecture.layers[-1].weight.removesuffix(".weight"))
     rows: list[NDArray[np.floating]] = []
 
@@ -263,14 +259,10 @@ def _features(model: Model, texts: Sequence[str]) -> NDArray[np.floating]:
             states = (states * mask).sum(1) / mask.sum(1)
         rows.append(states.double().cpu().numpy())
 
-    handle = owner.register_forward_pre_hook(take)
-    try:
-        with torch.inference_mode():
-            for start in range(0, len(texts), 64):
-                batch = batch_for(model, reader.texts(list(texts[start : start + 64])))[0]
-                model.module(**batch)
-    finally:
-        handle.remove()
+    with owner.register_forward_pre_hook(take), torch.inference_mode():
+        for start in range(0, len(texts), 64):
+            batch = batch_for(model, model.reader.texts(list(texts[start : start + 64])))[0]
+            model.module(**batch)
     return np.concatenate(rows)
 
 

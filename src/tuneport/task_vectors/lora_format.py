@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, TuneportError, first_of, shortened
-from ..io.checkpoint import LARGEST_INDEX, open_checkpoint, read_json, read_object, write_checkpoint
-from ..io.output import RECORD
+from ..io.checkpoint import open_checkpoint, read_object, read_record, write_checkpoint
 from ..io.places import CONFIG, WEIGHTS
 from ..io.untrusted import LONGEST_NAME, MOST_STEPS, pattern_steps
 from ..io.validate import check_finite, check_unquantised
@@ -143,7 +142,7 @@ def _stored_adapter(folder: Path) -> Adapter:
 def _classes(folder: Path) -> tuple[str, ...]:
     """The names of the classes that the run record of an output has: peft stores none."""
     try:
-        found = read_json(folder / RECORD, "a run record", limit=LARGEST_INDEX)["head"]["classes"]
+        found = read_record(folder)["head"]["classes"]
     except (CheckpointError, KeyError, TypeError):
         return ()
     return tuple(map(str, found)) if isinstance(found, list) else ()

@@ -74,21 +74,12 @@ class Cut:
     kept: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class AdaptedModule:
-    """One module of a written adapter: its rank, and the share of the update's energy that truncation lost."""
-
-    module: str
-    rank: int
-    lost_energy: float
-
-
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """A task vector as an adapter: the adapter, a record per module, and why it cannot hold the remaining tensors."""
+    """A task vector as an adapter: the adapter, what is recorded of each module, and why it cannot hold the rest."""
 
     adapter: Adapter
-    modules: tuple[AdaptedModule, ...]
+    modules: list[dict[str, Any]]  # its rank, and the share of the update's energy that truncation lost
     kept: Mapping[str, str]
 
 
@@ -148,8 +139,11 @@ def pack(
     }
     dtype = DTYPES[form.adapter_dtype]
     stored = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in tensors.items()}
-    records = tuple(AdaptedModule(places[n].path, entry.rank, cut.lost[n]) for n, entry in factors.items())
-    return Packed(Adapter("adapter", config, stored), records, cut.kept)
+    modules = [
+        {"module": places[name].path, "rank": entry.rank, "lost_energy": cut.lost[name]}
+        for name, entry in factors.items()
+    ]
+    return Packed(Adapter("adapter", config, stored), modules, cut.kept)
 
 
 def saved_modules(module: nn.Module, head: Iterable[str], task_type: str | None = None) -> list[str]:

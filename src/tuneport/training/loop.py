@@ -93,7 +93,7 @@ def run_steps(
     schedule: Schedule,
     count: int,
     loss: BatchLoss,
-    pace: Pace | None = None,
+    pace: Pace,
     more: Callable[[int], Tensor | None] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
     """Train in place; yield the number of steps done, and the loss of the last, after each step.
@@ -111,7 +111,6 @@ def run_steps(
         pace: where to begin, and how to divide the work.
         more: a loss of a step that no sample has, or None; it is not part of the loss that is yielded.
     """
-    pace = pace or Pace()
     stops, lengths = pace.stops, pace.lengths
     device, here = next(module.parameters()).device, turns()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]

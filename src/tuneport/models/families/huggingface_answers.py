@@ -70,13 +70,10 @@ def answer_logits(module: Any, batch: Batch, labels: Tensor, counts: Sequence[in
     inside = steps <= lengths[:, None]
     wanted, rows = wanted.where(inside, 0).to(device), question[:, None].to(device)
     head = module.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, inputs: inputs[0][rows, wanted])
-    try:
+    with head.register_forward_pre_hook(lambda _, inputs: inputs[0][rows, wanted]):
         scores: Tensor = module(
             input_ids=packed.to(device), attention_mask=given, position_ids=at.to(device), use_cache=False
         ).logits
-    finally:
-        hook.remove()
     named = labels.gather(1, (shared[:, None] + steps).clamp(max=labels.shape[1] - 1))
     return scores, named.where(inside, IGNORED).to(device)
 

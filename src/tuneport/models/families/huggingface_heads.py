@@ -30,14 +30,9 @@ TOWER = "vision_model"  # the image tower of CLIP and SigLIP
 TASKS = {f"For{task.title()}Classification": task for task in AUTO}  # by the end of the name of a class
 
 
-def task_of(name: str) -> str | None:
-    """What a class of this name labels: images, sequences, tokens, or nothing."""
-    return next((task for end, task in TASKS.items() if name.endswith(end)), None)
-
-
 def labelling_of(name: str, config: Any) -> Labelling | None:
     """What the classification layer of a class decides; None if it has none."""
-    task = task_of(name)
+    task = next((task for end, task in TASKS.items() if name.endswith(end)), None)
     if task is None:
         return None
     return Labelling(task, config_classes(config), getattr(config, "problem_type", None) or "")

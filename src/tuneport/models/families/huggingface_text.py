@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -88,11 +89,8 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         given = {"labels": labels} if text_kind == SEQ2SEQ else {}  # and the loss that is computed needs all scores
         head = None if given or kept.is_meta else part.get_output_embeddings()
         hook = head.register_forward_pre_hook(lambda _, inputs: inputs[0][kept][None]) if head is not None else None
-        try:
+        with hook or nullcontext():
             scores: Tensor = part(**batch, **given).logits
-        finally:
-            if hook is not None:
-                hook.remove()
         if scores.shape[:2] == kept.shape:  # of all tokens
             return scores.flatten(0, 1) if kept.is_meta else scores[kept]
         return scores[0]
