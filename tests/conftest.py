@@ -6,6 +6,7 @@ The heavy libraries are imported in the fixtures: the process that starts the te
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 settings.register_profile("tuneport", deadline=None)  # a busy machine is no error
 settings.load_profile("tuneport")
 gc.disable()  # what is imported and collected stays
+# Setting up a product in oneDNN takes longer than a product of tiny matrices; large ones still run there. It must be
+# set before torch is imported, and holds for all programs that the tests start.
+os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_SIZE", "10000000")
 
 
 def pytest_collection_finish() -> None:
