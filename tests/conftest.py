@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -54,6 +54,20 @@ def _commands_made_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "get_command", cache(main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_values_on_meta() -> Iterator[None]:
+    """Draw no first values for weights on the meta device: transformers makes every model there, and loads it then."""
+    from torch import nn
+
+    def unless_meta(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+        return lambda module: None if module.weight is not None and module.weight.is_meta else reset(module)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.modules.conv._ConvNd):
+            patch.setattr(kind, "reset_parameters", unless_meta(kind.reset_parameters))
         yield
 
 
