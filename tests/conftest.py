@@ -6,8 +6,9 @@ The heavy libraries are imported in the fixtures: the process that starts the te
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 settings.register_profile("tuneport", deadline=None)  # a busy machine is no error
 settings.load_profile("tuneport")
 gc.disable()  # what is imported and collected stays
+# Setting up a product in oneDNN takes longer than a product of tiny matrices; large ones still run there. It must be
+# set before torch is imported, and holds for all programs that the tests start.
+os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_SIZE", "10000000")
 
 
 def pytest_collection_finish() -> None:
@@ -50,6 +54,20 @@ def _commands_made_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(main, "get_command", cache(main.get_command))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_values_on_meta() -> Iterator[None]:
+    """Draw no first values for weights on the meta device: transformers makes every model there, and loads it then."""
+    from torch import nn
+
+    def unless_meta(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+        return lambda module: None if module.weight is not None and module.weight.is_meta else reset(module)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (nn.Linear, nn.Embedding, nn.LayerNorm, nn.modules.conv._ConvNd):
+            patch.setattr(kind, "reset_parameters", unless_meta(kind.reset_parameters))
         yield
 
 

@@ -208,7 +208,7 @@ class TestEqualTerms:
         assert all(item["lowered_hold_out"] == 0 for item in auto_scale_summary(result))
 
     def test_a_scale_of_zero_is_the_target(self, settings: dict[str, Any]) -> None:
-        found = run_comparison(comparison_of(settings | {"scales": ["0"], "steps": [], "warm_start": "bico"}))
+        found = run_comparison(comparison_of(settings | {"scales": ["0"], "seeds": [0], "steps": []}))
         assert len({row.accuracy for row in found.rows}) == 1
 
     def test_scale_one_is_what_the_transfer_writes(self, settings: dict[str, Any], result: Comparing) -> None:
@@ -253,7 +253,7 @@ class TestEqualTerms:
             return opened[-1]
 
         monkeypatch.setattr(bench, "open_model", kept)
-        run_comparison(comparison_of(settings | {"seeds": [0]}))
+        run_comparison(comparison_of(settings | {"shots": [8], "seeds": [0]}))
         assert opened
         for model in opened:
             fresh = plain(str(model.weights.folder), device=torch.device("cpu")).module.state_dict()
