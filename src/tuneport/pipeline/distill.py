@@ -42,7 +42,7 @@ from .evaluate import with_protocol
 from .inputs import about_inputs
 from .lessons import Lessons, OldModel, Rows, lessons_of, read_own, samples_of, texts_of_test_split
 from .result import Result
-from .run import check_out, claimed_by_first, finished, state_file
+from .run import check_out, claimed_by_first, finished, refused_whole, state_file
 
 
 def distill(
@@ -91,7 +91,8 @@ def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Even
         by_first(lambda: output.check_place(out, config.overwrite, needed_bytes=size))
         if not config.resume:
             by_first(work.remove)
-        result = _taught(found, config, events, work)
+        with refused_whole(work):
+            result = _taught(found, config, events, work)
         written = by_first(lambda: result.write(out, overwrite=config.overwrite))
         by_first(work.remove)
     return written
