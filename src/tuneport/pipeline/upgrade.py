@@ -130,6 +130,9 @@ def upgrade_to_folder(
         if config.resume and (done := finished(work, output)) is not None:
             return done
         by_first(lambda: output.check_place(out, config.overwrite))
+        files = [opened.about[side].get("sha256") for side in ("source", "target")]
+        if files[0] and files[0] == files[1]:
+            events.note("the target is the source: an upgrade can bring nothing but the old model")
         if not config.resume:
             by_first(work.remove)
         with refused_whole(work):
