@@ -104,6 +104,7 @@ def test_the_output_has_the_table_and_the_disagreements(
     assert done.code == 0, done.err
     record = json.loads((place / "out" / "tuneport.json").read_text())
     assert record["chosen"] == done.json["chosen"] == "copy"
+    assert "note: the target is the source: an upgrade can bring nothing but the old model" in done.err
     assert [row["name"] for row in record["routes"]][:3] == ["old", "target", "copy"]
     assert (place / "out" / "disagreements.jsonl").read_text() == ""  # it agrees on all
     assert "as the old, %" in (place / "out" / "report.html").read_text()

@@ -162,6 +162,7 @@ class TestWritten:
         few = write_rows(place / "few.jsonl", [{"text": text} for text in TEXTS[:12]])
         refused = run(*words(animals, place / "other", *more, data=few))
         assert_refused(refused, 1, "written texts can be used")
+        assert not list(place.glob(".*tuneport-work")), "nothing is left of a run that is refused"
 
     def test_a_sentence_and_no_sample(self, run: Run, animals: Animals, place: Path, server: Server) -> None:
         more = ("--synthetic", 24, "--generator-url", server.url, "--describe", "Animals with an adjective")

@@ -12,7 +12,7 @@ from PIL import Image
 from builders.folders import Zoo
 from builders.runs import Case, measured, prepare, run
 from tuneport import transfer
-from tuneport.data.views import VIEWS, Views
+from tuneport.data.views import VIEWS, augmented
 from tuneport.measure.samples import DatasetSamples, UserBatches
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.report.summary import repeat_command
@@ -30,7 +30,7 @@ def job_of(zoo: Zoo, count: int = 12, method: str = "bico+", **options: Any) -> 
 class TestViews:
     def test_view_keeps_size_and_mode_and_depends_only_on_the_seed(self) -> None:
         images = [picture(i, (9, 6)) for i in range(3)]
-        one, again, other = Views(images, 2, 7), Views(images, 2, 7), Views(images, 2, 8)
+        one, again, other = augmented(images, 2, 7), augmented(images, 2, 7), augmented(images, 2, 8)
         assert len(one) == 6
         assert all(np.array_equal(one[i], again[i]) for i in range(6))
         assert any(not np.array_equal(one[i], other[i]) for i in range(6))
@@ -40,33 +40,33 @@ class TestViews:
     @pytest.mark.parametrize("ordered", [False, True])
     def test_the_views_of_a_sample_differ(self, ordered: bool) -> None:
         """Also those of two samples that are the same."""
-        texts = list(Views([" ".join(map(str, range(40)))] * 2, 4, 0, ordered))
+        texts = list(augmented([" ".join(map(str, range(40)))] * 2, 4, 0, ordered))
         assert len(set(texts)) == 8
-        images = {view.tobytes() for view in Views([picture(0, (64, 64))] * 2, 3, 1, ordered)}
+        images = {view.tobytes() for view in augmented([picture(0, (64, 64))] * 2, 3, 1, ordered)}
         assert len(images) == 6
 
     def test_view_of_an_image_consists_of_its_pixels(self) -> None:
         image = picture(0)
         known = {tuple(pixel) for row in np.array(image) for pixel in row}
-        views = list(Views([image], 8, 0))
+        views = list(augmented([image], 8, 0))
         assert len(views) == 8
         for view in views:
             assert {tuple(pixel) for row in np.array(view) for pixel in row} <= known
 
     def test_view_of_a_text_is_a_subset_of_its_words(self) -> None:
         text = "one two three four five six seven eight nine ten"
-        views = list(Views([text], 50, 0))
+        views = list(augmented([text], 50, 0))
         assert all(set(view.split()) <= set(text.split()) and view for view in views)
         assert 6 < np.mean([len(view.split()) for view in views]) < 10
-        assert Views(["word"], 3, 0)[-1] == "word"  # something is always left
+        assert augmented(["word"], 3, 0)[-1] == "word"  # something is always left
 
     @pytest.mark.parametrize("size", [(1, 1), (1, 5), (3, 40)])
     def test_small_and_narrow_images(self, size: tuple[int, int]) -> None:
-        assert Views([picture(0, size)], 2, 0)[1].size == (size[1], size[0])
+        assert augmented([picture(0, size)], 2, 0)[1].size == (size[1], size[0])
 
     def test_indices(self) -> None:
-        views = Views(["a b c"], 2, 0)
-        assert views[0:2] == [views[0], views[1]] == list(views)
+        views = augmented(["a b c"], 2, 0)
+        assert list(views[0:2]) == [views[0], views[1]] == list(views)
         with pytest.raises(IndexError):
             views[2]
 

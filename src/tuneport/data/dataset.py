@@ -172,23 +172,12 @@ def joined(first: Dataset, second: Dataset) -> Dataset:
 
     def both(name: str) -> Any:
         one, two = getattr(first, name), getattr(second, name)
-        return None if one is None or two is None else _Joined(one, two)
+        if one is None or two is None:
+            return None
+        return LazySequence(np.arange(len(one) + len(two)), lambda at: one[at] if at < len(one) else two[at - len(one)])
 
-    inputs = _Joined(first.inputs, second.inputs)
-    more = {name: both(name) for name in ("targets", "choices")}
-    return replace(first, inputs=inputs, labels=None, scores=None, base_scores=None, **more)
-
-
-@dataclass(frozen=True, eq=False)
-class _Joined(Sequence[Any]):
-    first: Sequence[Any]
-    second: Sequence[Any]
-
-    def __len__(self) -> int:
-        return len(self.first) + len(self.second)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.first[index] if index < len(self.first) else self.second[index - len(self.first)]
+    more = {name: both(name) for name in ("inputs", "targets", "choices")}
+    return replace(first, labels=None, scores=None, base_scores=None, **more)
 
 
 def check_count(samples: int, name: object) -> None:

@@ -99,10 +99,9 @@ def select(
             raise DataError(
                 f"`shots` takes samples of every class, which sampler '{sampler}' does not. Use {', '.join(fitting)}."
             )
+        chosen = chosen if chosen.balanced else SAMPLERS["class_balanced"]
     need = f"sampler '{sampler}'" if chosen.needs_labels else None
     count = count_drawn(dataset, samples, shots, labels_for=need)
-    if shots is not None:
-        chosen = chosen if chosen.balanced else SAMPLERS["class_balanced"]
     points = None
     if chosen.needs_features:
         if features is None:

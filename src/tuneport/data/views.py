@@ -7,46 +7,32 @@ views of each sample, which depend only on the sample and a seed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from .dataset import LazySequence
 
 VIEWS = 4  # views of each sample
 DROPPED = 0.2  # share of the words of a text
 SHIFT = 8  # an image is shifted by at most 1/8 of its side
 
 
-@dataclass(frozen=True, eq=False)
-class Views(Sequence[Any]):
+def augmented(inputs: Sequence[Any], copies: int, seed: int, ordered: bool = False) -> LazySequence:
     """`copies` augmented views of each input, computed on access.
 
     An image is shifted and flipped at random; a text loses some words, and the others are shuffled unless `ordered`.
 
-    >>> list(Views(["a short text of seven words only"], 2, seed=0))
+    >>> list(augmented(["a short text of seven words only"], 2, seed=0))
     ['words seven a short only', 'of a only short text words']
     """
 
-    inputs: Sequence[Any]
-    copies: int
-    seed: int
-    ordered: bool = False
+    def view(index: int) -> Any:
+        random, given = np.random.default_rng((seed, index)), inputs[index % len(inputs)]
+        return _text(given, random, shuffled=not ordered) if isinstance(given, str) else _image(given, random)
 
-    def __len__(self) -> int:
-        return self.copies * len(self.inputs)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index = int(index) % len(self)
-        random = np.random.default_rng((self.seed, index))
-        given = self.inputs[index % len(self.inputs)]
-        if isinstance(given, str):
-            return _text(given, random, shuffled=not self.ordered)
-        return _image(given, random)
+    return LazySequence(np.arange(copies * len(inputs)), view)
 
 
 def _text(text: str, random: np.random.Generator, shuffled: bool) -> str:

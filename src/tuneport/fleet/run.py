@@ -165,8 +165,7 @@ def _done(lines: Sequence[Line], folder: Path, inputs: UpgradeInputs) -> Iterato
                     f"{line.out} exists already, and is not what this line asks for: give another `out`"
                 )
             else:
-                known = row is not None and row.status == "written"
-                found.append(row if row is not None and known else row_of(line, record))
+                found.append(row if row is not None and row.status == "written" else row_of(line, record))
         elif row is not None and row.status == "kept":
             found.append(row)
     if wrong:

@@ -149,11 +149,15 @@ def forward_only(model: Model) -> Loss:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenLoss:
-    """The cross-entropy of the tokens to predict: their sum, or that of `each` sample."""
+class ModelLoss:
+    """A loss of a model; its head has a say in that of classes only."""
 
     model: Model
-    head: Head | None = None  # has no say
+    head: Head | None = None
+
+
+class TokenLoss(ModelLoss):
+    """The cross-entropy of the tokens to predict: their sum, or that of `each` sample."""
 
     def __call__(self, module: nn.Module, batch: Batch) -> Tensor:
         scores, labels, _ = labelled_tokens(self.model, module, batch)
@@ -259,12 +263,8 @@ def _answers(model: Model, samples: Dataset, encoded: Encoded) -> Tensor:
     return torch.full((len(samples),), UNLABELLED) if samples.labels is None else torch.as_tensor(samples.labels)
 
 
-@dataclass(frozen=True, eq=False)
-class HeadLoss:
+class HeadLoss(ModelLoss):
     """The loss of a head: the cross-entropy of samples or tokens, or half the squared error of a regression."""
-
-    model: Model
-    head: Head | None
 
     def __call__(self, module: nn.Module, batch: Batch) -> Tensor:
         return self._losses(module, batch, "sum")
@@ -281,12 +281,8 @@ class HeadLoss:
         return F.cross_entropy(scores.flatten(0, -2), labels.flatten(), reduction=reduction)
 
 
-@dataclass(frozen=True, eq=False)
-class ContrastiveLoss:
+class ContrastiveLoss(ModelLoss):
     """Classify the second text of each first text among those of the batch."""
-
-    model: Model
-    head: Head | None = None  # has no say
 
     def __call__(self, module: nn.Module, batch: Batch) -> Tensor:
         outputs = self.model.outputs

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..data.dataset import Dataset, align_labels, with_prompts
-from ..data.views import VIEWS, Views
+from ..data.views import VIEWS, augmented
 from ..errors import DataError
 from ..models.base import Model
 from ..models.heads import Head
@@ -94,7 +94,7 @@ class DatasetSamples:
         if not len(self) or (chosen.kind != "image" and not isinstance(chosen.inputs[0], str)):
             return None
         copied = chosen.subset(np.tile(np.arange(len(chosen)), copies))
-        more = replace(copied, inputs=Views(chosen.inputs, copies, seed, ordered), scores=None, base_scores=None)
+        more = replace(copied, inputs=augmented(chosen.inputs, copies, seed, ordered), scores=None, base_scores=None)
         return replace(self, dataset=more, indices=np.arange(copies * len(chosen)))
 
     def largest_batch(self) -> PairedBatch | None:

@@ -89,7 +89,10 @@ def generate_texts(
         batch_size: rows of a batch, else a number that fits the device.
         advance: gets the number of texts that were written since the last call.
     """
-    reader = _reader_of(model)
+    if model.generation is None:
+        raise TuneportError(f"{model.name} does not write texts; give a causal or an encoder-decoder model.")
+    reader = model.reader
+    model.require_in_memory("writing texts", "raise it, or give a smaller model")
     rows = _encode(model, prompts, sampling.max_new_tokens)
     seen: Counter[tuple[int, ...]] = Counter()
     chances = []
@@ -110,17 +113,9 @@ def generate_texts(
     return [texts[index] for index in range(len(prompts))]
 
 
-def _reader_of(model: Model) -> Reader:
-    if model.generation is None:
-        raise TuneportError(f"{model.name} does not write texts; give a causal or an encoder-decoder model.")
-    reader = model.reader
-    model.require_in_memory("writing texts", "raise it, or give a smaller model")
-    return reader
-
-
 def _encode(model: Model, prompts: Sequence[Prompt], new: int) -> list[list[int]]:
     """The tokens of each prompt, without padding; a decoder's end with the prompt, not with the end of a text."""
-    reader = _reader_of(model)
+    reader = model.reader
     causal = model.generates == "causal"
     rows: list[list[int]] = []
     with reraised("the tokenizer cannot read a prompt", DataError):
@@ -167,7 +162,7 @@ def _write(
     model: Model, rows: Sequence[list[int]], chances: Sequence[Tensor], sampling: Sampling, ends: frozenset[int]
 ) -> list[Written]:
     """The texts of one batch, padded on the left."""
-    reader, device = _reader_of(model), model.device
+    reader, device = model.reader, model.device
     assert model.generation is not None
     padding = int(reader.tokenizer.pad_token_id or 0)
     width = max(map(len, rows))

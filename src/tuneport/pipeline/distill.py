@@ -42,7 +42,7 @@ from .evaluate import with_protocol
 from .inputs import about_inputs
 from .lessons import Lessons, OldModel, Rows, lessons_of, read_own, samples_of, texts_of_test_split
 from .result import Result
-from .run import check_out, claimed_by_first, finished, state_file
+from .run import check_out, claimed_by_first, finished, refused_whole, state_file
 
 
 def distill(
@@ -70,7 +70,7 @@ def distill(
     """
     config = DistillConfig.of(**options)
     found = _prepare(finetuned, target, data, source, config)
-    return _taught(found, config, events)
+    return _taught(found, config, events or Events())
 
 
 def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Events | None = None) -> Mapping[str, Any]:
@@ -91,7 +91,8 @@ def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Even
         by_first(lambda: output.check_place(out, config.overwrite, needed_bytes=size))
         if not config.resume:
             by_first(work.remove)
-        result = _taught(found, config, events, work)
+        with refused_whole(work):
+            result = _taught(found, config, events, work)
         written = by_first(lambda: result.write(out, overwrite=config.overwrite))
         by_first(work.remove)
     return written
@@ -203,21 +204,17 @@ def _heads(models: Sides[Model], wanted: str | None, dataset: Dataset) -> Sides[
     return Sides(*(choose_head(model, wanted, dataset) for model in models))
 
 
-def _taught(found: _Prepared, config: DistillConfig, events: Events | None = None, work: Work | None = None) -> Result:
+def _taught(found: _Prepared, config: DistillConfig, events: Events, work: Work | None = None) -> Result:
     """Gather the lessons and teach them."""
-    with undivided() if config.shard else nullcontext():
-        return _lessons_taught(found, config, events or Events(), work)
-
-
-def _lessons_taught(found: _Prepared, config: DistillConfig, events: Events, work: Work | None) -> Result:
     synthetic = config.synthetic is not None
     own, test = found.own, found.test
-    lessons = lessons_of(found.old, own, config, written=synthetic, test=test, work=work, events=events)
-    samples = samples_of(found.old.models, lessons.own, found.heads)
-    about = {**found.about, "resolved": {**found.about["resolved"], "loss": samples.objective.name}}
-    conditions = fingerprint(deciding(found.about, config))
-    saved = None if work is None else state_file(work)
-    return taught(samples, found.old.vector, lessons, config, {**about, "fingerprint": conditions}, events, saved)
+    with undivided() if config.shard else nullcontext():
+        lessons = lessons_of(found.old, own, config, written=synthetic, test=test, work=work, events=events)
+        samples = samples_of(found.old.models, lessons.own, found.heads)
+        about = {**found.about, "resolved": {**found.about["resolved"], "loss": samples.objective.name}}
+        about["fingerprint"] = fingerprint(deciding(found.about, config))
+        saved = None if work is None else state_file(work)
+        return taught(samples, found.old.vector, lessons, config, about, events, saved)
 
 
 def taught(
@@ -226,8 +223,8 @@ def taught(
     lessons: Lessons,
     config: DistillConfig,
     about: Mapping[str, Any],
-    events: Events | None = None,
-    saved: StateFile | None = None,
+    events: Events,
+    saved: StateFile | None,
 ) -> Result:
     """Teach a target as it is, and describe it in a record."""
     target = samples.models.target

@@ -25,7 +25,7 @@ from ..outputs import ModelOutput, output_of
 from ..pairing import Kept, Plan
 from ..report.summary import label_words
 from ..runtime.budget import passes_of, plan_passes
-from ..runtime.costs import GPU, TEACHING, Costs
+from ..runtime.costs import GPU, Costs, teaching_bytes, teaching_hours
 from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
 from ..task_vectors.account import account
@@ -291,8 +291,8 @@ def teaching_of_shapes(models: Sides[Model], config: PlanConfig) -> dict[str, An
     texts, budget, size = UpgradeConfig().synthetic or 0, config.memory_budget or 0, pick_dtype(config.dtype).itemsize
     steps = schedule_of(DistillConfig(), models.target, TEXT_BATCH, texts).steps
     weights = sum(weight.numel() for model in models for weight in model.module.parameters())
-    hours = TEACHING.hours(steps * TEXT_BATCH * config.length, weights)
-    beside, fetched = TEACHING.bytes_beside(models.target), size * max(map(_fetched_weights, models))
+    hours = teaching_hours(steps * TEXT_BATCH * config.length, weights)
+    beside, fetched = teaching_bytes(models.target), size * max(map(_fetched_weights, models))
     whole = size * weights + beside <= budget
     lines: list[dict[str, Any]] = []
     fewest = 0  # devices that hold both models

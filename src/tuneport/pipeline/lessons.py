@@ -18,7 +18,7 @@ from ..data.chat import prompt_of
 from ..data.choices import candidates_of
 from ..data.dataset import Dataset, as_prompts, joined
 from ..data.tasks import read_data
-from ..data.views import Views
+from ..data.views import augmented
 from ..errors import DataError, MethodError, OptionError
 from ..measure.answers import answered, is_choice, is_passages
 from ..measure.fitted_heads import scores_by
@@ -151,7 +151,7 @@ def views_of(old: OldModel, own: Dataset, config: LessonsConfig, events: Events)
     prompts = [prompt_of(sample) if isinstance(sample, list) else sample for sample in own.inputs]
     if [frame.sample(text) for text in texts] != prompts or any("\n" in text for text in texts):
         return None
-    views = Views(texts, min(max(VIEWED // count, 1), VIEWS), config.seed, ordered=True)
+    views = augmented(texts, min(max(VIEWED // count, 1), VIEWS), config.seed, ordered=True)
     rows = np.array([row for row, view in enumerate(views) if view != texts[row % count]], dtype=np.int64)
     if not len(rows):
         return None

@@ -18,7 +18,7 @@ from ..measure.unseen import Unseen, unseen
 from ..methods import get_method
 from ..models.open import path_of
 from ..outputs import Output, Update, output_of
-from ..processes import by_first
+from ..processes import by_first, ranks
 from ..report.summary import label_words
 from ..runtime.budget import passes_of
 from ..runtime.passes import Passes
@@ -67,6 +67,17 @@ def claimed_by_first(out: Path) -> Iterator[None]:
     with ExitStack() as held:
         by_first(lambda: held.enter_context(claimed(out)))
         yield
+
+
+@contextmanager
+def refused_whole(work: Work) -> Iterator[None]:
+    """Remove what a run has saved if its samples cannot bring the task: a resumed run could only say so again."""
+    try:
+        yield
+    except DataError:
+        if ranks().first:
+            work.remove()
+        raise
 
 
 def write_run(

@@ -42,7 +42,7 @@ from .estimate import check_same_shapes
 from .inputs import conditions_of, open_models, read_change
 from .lessons import MOST_SAMPLES, PORTED, Lessons, OldModel, UpgradeSamples, read_own, samples_of
 from .result import Result
-from .run import check_out, claimed_by_first, finished
+from .run import check_out, claimed_by_first, finished, refused_whole
 from .transfer import Setup, prepare, run
 
 RANK = 16  # of a LoRA
@@ -130,9 +130,13 @@ def upgrade_to_folder(
         if config.resume and (done := finished(work, output)) is not None:
             return done
         by_first(lambda: output.check_place(out, config.overwrite))
+        files = [opened.about[side].get("sha256") for side in ("source", "target")]
+        if files[0] and files[0] == files[1]:
+            events.note("the target is the source: an upgrade can bring nothing but the old model")
         if not config.resume:
             by_first(work.remove)
-        found = _upgrade(opened, config, events, work)
+        with refused_whole(work):
+            found = _upgrade(opened, config, events, work)
         about = {"routes": [row.row() for row in found.routes], "chosen": found.chosen, "decision": found.decision}
         if found.result is None:
             by_first(work.remove)

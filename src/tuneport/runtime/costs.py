@@ -22,28 +22,23 @@ LOOKED_AT = 8  # samples whose tokens are counted
 MILLION = 1e6
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The teaching of a LoRA as it was measured on one GPU; other sizes are estimated from it."""
-
-    seconds: float
-    tokens: int  # that were taught
-    weights: int  # of teacher and student
-    beside: int  # bytes beside both models
-    features: int  # that all layers of the student read and write
-
-    def hours(self, tokens: int, weights: int) -> float:
-        """Of other models and texts: proportional to both."""
-        return self.seconds / 3600 * (tokens / self.tokens) * (weights / self.weights)
-
-    def bytes_beside(self, student: Model) -> int:
-        """Beside other models: proportional to what the layers of the student read and write."""
-        features = sum(layer.in_features + layer.out_features for layer in student.architecture.layers)
-        return round(self.beside * (features / self.features))
-
-
+# The teaching of a LoRA as it was measured on one GPU, results/speed/distill-8b-cuda.json.
 GPU = "NVIDIA H200"
-TEACHING = Measured(141.66, 409_600, 16_027_010_048, 10_528_190_464, 2_727_936)  # results/speed/distill-8b-cuda.json
+SECONDS, TOKENS = 141.66, 409_600  # that were taught
+WEIGHTS = 16_027_010_048  # of teacher and student
+BESIDE = 10_528_190_464  # bytes beside both models
+FEATURES = 2_727_936  # that all layers of the student read and write
+
+
+def teaching_hours(tokens: int, weights: int) -> float:
+    """The hours for other texts and models: proportional to both."""
+    return SECONDS / 3600 * (tokens / TOKENS) * (weights / WEIGHTS)
+
+
+def teaching_bytes(student: Model) -> int:
+    """The bytes beside other models: proportional to what the layers of the student read and write."""
+    features = sum(layer.in_features + layer.out_features for layer in student.architecture.layers)
+    return round(BESIDE * (features / FEATURES))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any, Protocol
@@ -44,6 +45,7 @@ class LocalGenerator:
 
     model: Model  # a causal or an encoder-decoder model
     batch_size: int | None = None  # rows of a batch, else a number that fits the device
+    tuned: Callable[[], AbstractContextManager[None]] = nullcontext  # gives a context in which it writes
 
     @property
     def name(self) -> str:
@@ -51,7 +53,8 @@ class LocalGenerator:
 
     def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress = ignore) -> list[Written]:
         """Write the texts, sorted into batches of similar length."""
-        return generate_texts(self.model, prompts, sampling, batch_size=self.batch_size, advance=advance)
+        with self.tuned():
+            return generate_texts(self.model, prompts, sampling, batch_size=self.batch_size, advance=advance)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from ..measure.answers import is_choice, is_passages, written_answers
 from ..measure.language import answer_likelihoods, perplexity
 from ..measure.objectives import batch_for
 from ..models.base import Model
-from ..models.generation import Sampling, Written
-from ..types import Chat, Events, Progress, ignore
+from ..types import Chat, Events
 from .collect import Collected, Goal, collect
 from .filters import Doubt, Filter, Form, NearDuplicates, Probe
 from .generators import Generator, LocalGenerator
@@ -161,7 +160,7 @@ def write_samples(
     passages = own is not None and is_passages(own) and teacher.classify is None and task.template is None
     passages = passages or (own is None and not task.describe)
     if passages:
-        generator = _Tuned(teacher)
+        generator = LocalGenerator(teacher.model, tuned=teacher.tuned)
     frame = Frame() if passages else Frame.of(own or Dataset([], None, ()), task.template)
     seeds = [] if own is None else [frame.text(sample) for sample in own.inputs[:MOST_SEEDS]]
     choices = _choices(own) if teacher.classify is None else tuple(teacher.names)
@@ -208,21 +207,6 @@ def write_samples(
         data = replace(with_answers(data, list(found.answers or ())), answers="teacher")
     name = generator.name if "://" in generator.name else Path(generator.name).name  # without folders; or an address
     return WrittenSamples(data, found.texts, found, overlap_of(found.texts, seeds, test), name)
-
-
-@dataclass(frozen=True, eq=False)
-class _Tuned:
-    """The teacher as a generator."""
-
-    teacher: Teacher
-
-    @property
-    def name(self) -> str:
-        return self.teacher.model.name
-
-    def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress = ignore) -> list[Written]:
-        with self.teacher.tuned():
-            return LocalGenerator(self.teacher.model).write(prompts, sampling, advance)
 
 
 def _choices(own: Dataset | None) -> tuple[str, ...]:

@@ -93,8 +93,8 @@ def task_vector_of(
     if wrong:
         stated = adapter.config.get("base_model_name_or_path") or "not named in its configuration"
         raise CheckpointError(
-            f"{len(wrong)} parts of the adapter {adapter.name} do not fit the base: {first_of(wrong)}. "
-            f"Its base is {shortened(stated)}."
+            f"{len(wrong)} parts of the adapter {adapter.name}, whose base is {shortened(stated)}, do not fit: "
+            f"{first_of(wrong)}."
         )
     return _as_vector(adapter, base, loras, biases, {name: key for name, key in whole.items() if name not in loras})
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import re
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,16 +22,11 @@ from ..task_vectors.vector import TaskVector
 FIXED = ("embedding", "vocabulary head", "logit scale")  # kinds of tensors that are not trained
 
 
-@dataclass(frozen=True, eq=False)
-class Student(ABC):
+class Student(NamedTuple):
     """A module whose parameters that need a gradient are trained."""
 
-    model: Model
     module: nn.Module
-
-    @abstractmethod
-    def change(self) -> TaskVector:
-        """The change of the model that makes it this student, in float32, on the CPU."""
+    change: Callable[[], TaskVector]  # that makes the model this student, in float32, on the CPU
 
 
 def student_of(model: Model, start: TaskVector, lora: int | None = None, seed: int = 0) -> Student:
@@ -39,22 +34,12 @@ def student_of(model: Model, start: TaskVector, lora: int | None = None, seed: i
     return _whole(model, start) if lora is None else _with_lora(model, start, lora, seed)
 
 
-@dataclass(frozen=True, eq=False)
-class _Whole(Student):
-    names: tuple[str, ...]  # that differ from the model
-
-    def change(self) -> TaskVector:
-        stored = self.model.stored_parameters()
-        live = dict(self.module.named_parameters())
-        return TaskVector({name: live[name].detach().float().cpu() - stored[name].float().cpu() for name in self.names})
-
-
 def _whole(model: Model, start: TaskVector) -> Student:
     module = copy.deepcopy(model.module).float()
     inside = {name for layer in model.architecture.layers for name in (layer.weight, layer.bias)}
     inside |= {part.name for part in model.architecture.loose if part.kind not in FIXED}
     stored = model.stored_parameters()
-    names = []
+    names = []  # that differ from the model
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in inside)
@@ -62,20 +47,17 @@ def _whole(model: Model, start: TaskVector) -> Student:
                 parameter.copy_(start.subset([name]).apply_to(stored)[name])
             if name in start or name in inside:
                 names.append(name)
-    return _Whole(model, module, tuple(names))
+
+    def change() -> TaskVector:
+        live = dict(module.named_parameters())
+        return TaskVector({name: live[name].detach().float().cpu() - stored[name].float().cpu() for name in names})
+
+    return Student(module, change)
 
 
-@dataclass(frozen=True, eq=False)
-class _Lora(Student):
-    places: dict[str, str]  # weight -> path of its module
-
-    def change(self) -> TaskVector:
-        return TaskVector({name: self._entry(path) for name, path in self.places.items()})
-
-    def _entry(self, path: str) -> Entry:
-        layer = self.module.get_submodule(path)
-        A, B = (whole(factor.detach()).float().cpu().clone() for factor in _factors(layer))
-        return LowRank(A.T.contiguous(), B.T.contiguous()) if _transposed(layer) else LowRank(B, A)
+def _entry(layer: nn.Module) -> Entry:
+    A, B = (whole(factor.detach()).float().cpu().clone() for factor in _factors(layer))
+    return LowRank(A.T.contiguous(), B.T.contiguous()) if _transposed(layer) else LowRank(B, A)
 
 
 def _factors(layer: nn.Module) -> tuple[Tensor, Tensor]:
@@ -94,7 +76,7 @@ def _with_lora(model: Model, start: TaskVector, rank: int, seed: int) -> Student
     # the frozen weights are shared with the model, under parameters of their own
     shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.module.parameters()}
     module = copy.deepcopy(model.module, shared)
-    places = {}
+    places = {}  # weight -> path of its module
     for layer in model.architecture.layers:
         path = layer.weight.removesuffix(".weight")
         owner = module.get_submodule(path) if path != layer.weight else None
@@ -114,7 +96,9 @@ def _with_lora(model: Model, start: TaskVector, rank: int, seed: int) -> Student
                 _begin(module.get_submodule(path), start[name], rank)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(".lora_" in name)
-    return _Lora(model, module, places)
+    return Student(
+        module, lambda: TaskVector({name: _entry(module.get_submodule(path)) for name, path in places.items()})
+    )
 
 
 def _begin(layer: nn.Module, entry: Entry, rank: int) -> None:
