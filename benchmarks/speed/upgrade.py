@@ -106,7 +106,7 @@ def main() -> None:
         return 2 * size * count * prompt / flop + each
 
     def some(count: int) -> str:
-        return " ".join(random.choice(words, count))
+        return " ".join(words[place] for place in random.integers(len(words), size=count))
 
     prompts = ["\n".join(some(options.length - 4) for _ in range(SEEDS)) for _ in range(options.texts)]
     sampling = Sampling(options.length, top_p=0.95, stops=("\n",))
