@@ -23,7 +23,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shown(place: Path) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tuneport.demo.run.STEPS", 50)  # half as many: fine-tuning takes most of the time
+        patch.setattr("tuneport.demo.run.STEPS", 25)  # a quarter: fine-tuning takes most of the time
         return run_demo(place)
 
 
