@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from builders.commands import Run
 from builders.folders import Zoo, load
 from tuneport import upgrade
+from tuneport.cli.upgrade import print_routes
 from tuneport.config import UpgradeConfig
 from tuneport.errors import DataError, OptionError, TuneportError
 from tuneport.report.summary import repeat_command
@@ -154,3 +155,9 @@ def test_labels_of_the_data_are_neither_needed_nor_used(zoo: Zoo, tmp_path: Path
     assert len(agreements[0]) == 4
     assert None not in agreements[0]
     assert [each.routes[1].score is None for each in found] == [True, False]
+
+
+def test_what_is_said_of_a_route_names_options_as_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"name": "synthetic", "score": None, "agreement": None, "flips": None, "neutral": None, "seconds": 0.0}
+    print_routes({"routes": [{**row, "note": "name a model with `generator`."}], "chosen": None})
+    assert "synthetic: name a model with --generator." in capsys.readouterr().out

@@ -159,6 +159,7 @@ class TestWritten:
         entry = done.json["distilled"]
         assert entry["samples"] + entry["held_out"] == 30, "a quarter of the own ones judges the routes"
         assert "written texts can be used" in found["synthetic"]["note"]
+        assert "another `generator`.</p>" in (place / "out" / "report.html").read_text()
         few = write_rows(place / "few.jsonl", [{"text": text} for text in TEXTS[:12]])
         refused = run(*words(animals, place / "other", *more, data=few))
         assert_refused(refused, 1, "written texts can be used")

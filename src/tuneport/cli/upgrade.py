@@ -49,7 +49,7 @@ def print_routes(record: Mapping[str, Any]) -> None:
     show(rows, "route", *(units.get(key, key) for key in known))
     for row in record["routes"]:
         if row["note"]:
-            say(f"{row['name']}: {row['note']}", prose=True)
+            say(f"{row['name']}: {as_options(row['note'])}", prose=True)
 
 
 def _upgrade_list(inputs: UpgradeInputs, config: UpgradeConfig, json: bool) -> None:
