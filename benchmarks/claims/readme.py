@@ -18,8 +18,9 @@ PICTURE = Path(__file__).resolve().parents[2] / "docs" / "routes.svg"
 DRAWS = 3
 COLUMNS = {  # group, pair and task, all of them TREC-6; the first is in the picture
     "SmolLM2-135M to Gemma-3-270M": ("language", "smollm2-135m>gemma3-270m", "trec6"),
+    "SmolLM2-135M to TinyLlama-1.1B": ("language", "smollm2-135m>tinyllama-1.1b", "trec6"),
+    "Qwen2.5-Coder 0.5B to 1.5B": ("language", "qwen-coder-0.5b>qwen-coder-1.5b", "trec6"),
     "MiniLM-L6 to MPNet": ("classifiers", "minilm-l6>mpnet", "trec6-full"),
-    "MiniLM-L6 to gte-small": ("classifiers", "minilm-l6>gte-small", "trec6-full"),
 }
 ARMS = {  # in the order of the picture
     "old": "your old fine-tuned model",
