@@ -246,6 +246,8 @@ class TestEverySampleCounts:
         assert "; 4 samples had nothing to compare" in distilled_words(found)
         with pytest.raises(DataError, match="can be compared on 4 of 8 samples, and a distillation needs at least 8"):
             taught("none", texts[-8:])
+        with pytest.raises(DataError, match="can be compared on 0 of 9 samples"):
+            alone.distill(teacher, student, Dataset(list("abcd") * 10, None, ()), steps=3, samples=9)
 
     def test_every_held_out_sample_has_the_same_weight(self, ported: Result, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ten held-out images are one pass, or one of four images and two of three."""

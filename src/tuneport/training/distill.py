@@ -396,7 +396,7 @@ def _comparable(samples: DatasetSamples, matching: Matching, own: int) -> Datase
     kept = torch.cat([matching.comparable(sides) for sides in replace(samples, size=READ).encoded()])
     found = samples.take(kept.nonzero()[:, 0].numpy())
     if len(found) < FEWEST <= len(samples):
-        count = int((found.indices < own).sum())
+        count = int(kept[:own].sum())
         raise DataError(
             f"teacher and student can be compared on {count} of {own} samples, and a distillation needs at least "
             f"{FEWEST}: a text needs a token that both models predict, and a question two answers."
