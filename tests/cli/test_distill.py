@@ -33,9 +33,10 @@ class TestTransfer:
         done = run(*options(zoo, "--evaluate", "--json", "--out", place / "out"))
         assert done.code == 0, done.err
         entry = done.json["distilled"]
-        assert (entry["teacher"], entry["steps"], entry["samples"]) == ("clip_vision-tuned", 4, 8)
+        assert (entry["teacher"], entry["steps"], entry["samples"]) == ("clip_vision-tuned", 4, 16)
         card, page = ((place / "out" / name).read_text() for name in ("README.md", "report.html"))
-        assert "4 steps of all linear layers on 8 unlabelled samples" in card
+        assert "4 steps of all linear layers on 16 unlabelled samples" in card
+        assert "; then taught again with the held-out ones, for 4 steps" in card
         assert "without training" not in card
         seconds = rf"{done.json['seconds']:.1f} s to port, {entry['seconds']:.1f} s to distill"
         assert f"| time | {seconds} |" in card, "the time of both"
@@ -83,7 +84,7 @@ class TestAlone:
     def test_the_output_is_a_model(self, run: Run, zoo: Zoo, place: Path) -> None:
         done = run(*alone(zoo, "--out", place / "out"))
         assert done.code == 0, done.err
-        assert "by clip_vision-tuned: 4 steps of all linear layers on 8 unlabelled samples" in done.out
+        assert "by clip_vision-tuned: 4 steps of all linear layers on 16 unlabelled samples" in done.out
         command = done.out.splitlines()[-1].removeprefix("next: tuneport ").split()
         assert run(*command).code == 0
         page = (place / "out" / "report.html").read_text()

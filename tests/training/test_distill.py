@@ -84,7 +84,13 @@ def test_the_student_comes_nearer_to_its_teacher(ported: Result) -> None:
     steps: list[int] = []
     found = ported.distill(12, events=Listener(progress=steps.append, mark=seen.append))
     entry = found.record["distilled"]
-    assert (entry["matching"], entry["samples"], entry["held_out"], sum(steps)) == ("classes", 20, 10, 12)
+    assert (entry["matching"], entry["samples"], entry["held_out"], sum(steps)) == (
+        "classes",
+        30,
+        10,
+        12 + entry["again"],
+    )
+    assert entry["again"] == entry["best"] > 0
     assert [mark.step for mark in seen] == [mark["step"] for mark in entry["curve"]]
     best = next(mark for mark in entry["curve"] if mark["step"] == entry["best"])
     assert best["held_out_loss"] == min(mark["held_out_loss"] for mark in entry["curve"])
@@ -241,7 +247,7 @@ class TestEverySampleCounts:
             return json.loads((tmp_path / name / "tuneport.json").read_text())["distilled"]
 
         found = taught("out", texts)
-        assert (found["samples"], found["held_out"], found["left_out"]) == (6, 6, 4)
+        assert (found["samples"], found["held_out"], found["left_out"]) == (12 if found["again"] else 6, 6, 4)
         assert all(np.isfinite(mark["held_out_loss"]) and np.isfinite(mark["agreement"]) for mark in found["curve"])
         assert "; 4 samples had nothing to compare" in distilled_words(found)
         with pytest.raises(DataError, match="can be compared on 4 of 8 samples, and a distillation needs at least 8"):
@@ -310,7 +316,25 @@ class TestResume:
         events = Listener(progress=done.append)
         found = ported.distill(8, lora=lora, events=events, saved=self.conditions(tmp_path))
         assert done[0] == after
-        assert sum(done) == 8
+        assert sum(done) == 8 + found.record["distilled"]["again"]
+        assert same(found, wanted)
+        assert curve(found) == curve(wanted)
+
+    def test_a_run_that_is_killed_while_it_teaches_again(
+        self, ported: Result, whole: tuple[int | None, Result], tmp_path: Path
+    ) -> None:
+        (lora, wanted), steps = whole, 0
+        assert wanted.record["distilled"]["again"] > 1
+
+        def kill(count: int) -> None:
+            nonlocal steps
+            steps += count
+            if steps > 9:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            ported.distill(8, lora=lora, events=Listener(progress=kill), saved=self.conditions(tmp_path))
+        found = ported.distill(8, lora=lora, saved=self.conditions(tmp_path))
         assert same(found, wanted)
         assert curve(found) == curve(wanted)
 
@@ -449,6 +473,7 @@ class TestLanguageModelsAndLabels:
 
         monkeypatch.setattr(distill, "matching_of", watched)
         monkeypatch.setattr(lessons, "MOST_VIEWED", 0)
+        monkeypatch.setattr(distill, "FEW", 0)
         teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), gpt_tokenizer(320))
         data = Dataset(inputs=QUESTIONS, labels=np.zeros(12, dtype=np.int64), classes=tuple("abc"))
         found = alone.distill(teacher, teacher, data, steps=3, samples=12).record["distilled"]
@@ -502,7 +527,8 @@ def test_a_batch_is_the_size_that_is_given_and_held_out_samples_are_answered_onc
     with watched:
         found = ported.distill(4, batch_size=5).record["distilled"]
     assert len(found["curve"]) == 5
-    assert asked == [10] * 5 + [5] * 4  # ten images as they are and in four views, then the steps
+    # ten images as they are and in four views, then the steps, again on all images
+    assert asked == [10] * 5 + [5] * (4 + found["again"])
     assert found["batch_size"] == 5
 
 

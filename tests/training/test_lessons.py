@@ -23,7 +23,7 @@ from tuneport.models.open import open_model
 from tuneport.pipeline.lessons import samples_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.augment import Reader, _encode
-from tuneport.training.distill import OWN, OWN_OF_WRITTEN, Extra, Mark, _lessons, distill, last_is_best
+from tuneport.training.distill import OWN, OWN_OF_WRITTEN, Distilled, Extra, Mark, _lessons, distill, last_is_best
 from tuneport.training.loop import Schedule
 from tuneport.training.matching import matching_of, unlabelled
 from tuneport.training.state import StateFile
@@ -88,10 +88,13 @@ class TestExtra:
         data = Dataset(["a"] * (count + more), None, ())
         samples = samples_of(models, data, None)
         wanted = Extra(Dataset(["a"] * more, None, ()), like_own)
-        held_out, taught, others = _lessons(samples, count, wanted)
+        held_out, taught, all_own = _lessons(samples, count, wanted)
         mine = taught.indices < count
         assert mine.mean() >= 1 / (OWN_OF_WRITTEN if like_own else OWN)
-        assert others == len(set(taught.indices[~mine].tolist()))
+        assert (all_own is not None) == (count < 50 and not like_own)
+        if all_own is not None:
+            assert set(all_own.indices.tolist()) == set(range(count + more))
+            assert (all_own.indices < count).mean() >= 1 / OWN
         assert not set(held_out.indices.tolist()) & set(taught.indices.tolist())
         assert set(held_out.indices.tolist()) | set(taught.indices.tolist()) == set(range(count + more))
         written_judge = like_own and count < 50
@@ -101,12 +104,10 @@ class TestExtra:
     def test_views_of_samples_that_judge_are_not_taught(self, models: Any, count: int) -> None:
         places = np.random.default_rng(0).integers(0, count, 3 * count)
         samples = samples_of(models, Dataset(["a"] * (4 * count), None, ()), None)
-        held_out, taught, others = _lessons(
-            samples, count, Extra(Dataset(["a"] * 3 * count, None, ()), views_of=places)
-        )
+        held_out, taught, _ = _lessons(samples, count, Extra(Dataset(["a"] * 3 * count, None, ()), views_of=places))
         views = taught.indices[taught.indices >= count] - count
         assert not set(places[views].tolist()) & set(held_out.indices.tolist())
-        assert others == len(views) == sum(place not in held_out.indices for place in places)
+        assert len(views) == sum(place not in held_out.indices for place in places)
 
     def test_few_own_samples_are_all_taught_beside_others_like_them(self, models: Sides[Model]) -> None:
         student = student_of(models.target, TaskVector({}), None, 0).module
@@ -114,7 +115,31 @@ class TestExtra:
         found = distill(own(models, 10), student, config, extra=extra(40, like_own=True))
         assert (found.samples, found.extra, found.held_out) == (10, 30, 10)
         found = distill(own(models, 10), student, config, extra=extra(40))
-        assert (found.samples, found.extra, found.held_out) == (5, 40, 5)
+        assert (found.extra, found.held_out) == (40, 5)
+
+    @pytest.mark.parametrize("beside", [False, True])
+    def test_few_own_samples_are_all_taught_in_the_end(
+        self, models: Sides[Model], monkeypatch: pytest.MonkeyPatch, beside: bool
+    ) -> None:
+        """If the state has improved; a sample that judges changes what is written then, and else does not."""
+
+        def trained(better: bool, place: int | None) -> tuple[Distilled, dict[str, Tensor]]:
+            monkeypatch.setattr("tuneport.training.distill.last_is_best", lambda curve, *_: better or len(curve) == 1)
+            inputs = list(PROMPTS[:10])
+            if place is not None:
+                inputs[place] = PROMPTS[40]
+            data = replace(TAUGHT.subset(np.arange(10)), inputs=inputs)
+            student = student_of(models.target, TaskVector({}), None, 0).module
+            config, more = DistillConfig.of(steps=3), extra(12) if beside else None
+            found = distill(samples_of(models, data, None), student, config, extra=more)
+            return found, {name: each.detach().clone() for name, each in student.named_parameters()}
+
+        (plain, weights), (_, others) = trained(True, None), trained(True, 9)
+        assert (plain.best, plain.again, plain.samples, plain.held_out) == (3, 3, 10, 5)
+        assert not all(torch.equal(weights[name], others[name]) for name in weights)
+        (kept, weights), (_, others) = trained(False, None), trained(False, 9)
+        assert (kept.best, kept.again, kept.samples, kept.held_out) == (0, 0, 5, 5)
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
 
     def test_samples_that_judge_are_not_taught(self, models: Sides[Model], tmp_path: Path) -> None:
         """Another text among the last own samples leaves the trained weights as they are, one before them does not."""

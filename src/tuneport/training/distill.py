@@ -3,7 +3,8 @@
 Both models answer the same samples, augmented where that is possible, and the student's answers are drawn towards the
 teacher's. A part of the own samples is held out: the state whose held-out answers are nearest to the teacher's is kept,
 or the last one that is as near within chance; it is the start unless they have come nearer by more than a standard
-error. Other samples, of anything, can be taught beside the own ones. A language model is anchored at what it predicts
+error. If own samples are few, the held-out ones only decide: the student is then taught again on all of them. Other
+samples, of anything, can be taught beside the own ones. A language model is anchored at what it predicts
 on neutral passages, and a state that has forgotten them is not kept. A run can be saved and continued with the same
 bits.
 """
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, product
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -80,7 +81,10 @@ class Mark:
 
 @dataclass(frozen=True, eq=False)
 class Distilled:
-    """How a student got to its best state; `best` is 0 if that is the start."""
+    """How a student got to its best state; `best` is 0 if that is the start.
+
+    With few own samples, a student that `best` steps have helped is taught `again` as long on all of them.
+    """
 
     matching: str
     schedule: Schedule
@@ -90,6 +94,7 @@ class Distilled:
     left_out: int
     curve: tuple[Mark, ...]
     best: int
+    again: int
     neutral: float | None
 
 
@@ -151,29 +156,20 @@ def distill(
     samples = unlabelled(samples)
     matching = matching_of(samples)
     compared = _comparable(samples, matching, own)
-    held_out, taught, others = _lessons(compared, own, extra)
+    lessons = _lessons(compared, own, extra)
+    bound = own if extra is not None else len(samples.dataset)  # others come from here on
     least = STEPS_BESIDE if extra is not None and samples.dataset.kind == "image" else STEPS
-    schedule = schedule_of(config, target, matching.batch_size, len(taught), least)
+    schedule = schedule_of(config, target, matching.batch_size, len(lessons.taught), least)
     steps = schedule.steps
     events.plan(steps)
     teacher, precision = samples.models.source.module, _autocast(target)
-    lengths, pass_size = None, matching.pass_size
-    if samples.dataset.kind != "image":
-        lengths = torch.tensor([len(str(text)) for text in taught.chosen.inputs])
-    if target.generates is not None and lengths is not None:
-        pass_size = max(FEWEST_OF_BATCH, min(pass_size, PASS_LETTERS // int(lengths.max())))
-    kinds = torch.from_numpy(taught.indices >= (own if extra is not None else len(samples.dataset)))  # own and others
-    reader, exam = Reader(taught, steps, config.seed), Reader(held_out, VIEWS, config.seed)
+    exam = Reader(lessons.held_out, VIEWS, config.seed)
     marks = {round(steps * part / MARKS) for part in range(1, MARKS + 1)} | {10, 30}
     stops = {mark for mark in marks if 0 < mark <= steps}
     neutral = Neutral(target) if target.generates is not None else None
     if neutral is not None:
         neutral.prepare(predicted=config.shard)
-
-    def loss_of(step: int, rows: Tensor) -> Tensor:
-        if matching.asking == "augmented":
-            return run.loss(reader.view(rows.numpy(), step, kinds[rows]))
-        return run.loss(reader.plain(rows.numpy()), None if known is None else known[rows])
+    run = _Run(teacher, student, matching, precision, neutral)
 
     def anchor(step: int) -> Tensor | None:
         if neutral is None or step % ANCHORED:
@@ -181,18 +177,32 @@ def distill(
         with precision:
             return ANCHORED * neutral.anchor(student, step // ANCHORED)
 
+    def learn(taught: DatasetSamples, schedule: Schedule, first: int = 0) -> Iterator[tuple[int, Tensor]]:
+        reader, pass_size, lengths = Reader(taught, steps, config.seed), matching.pass_size, None
+        others = torch.from_numpy(taught.indices >= bound)
+        if samples.dataset.kind != "image":
+            lengths = torch.tensor([len(str(text)) for text in taught.chosen.inputs])
+        if target.generates is not None and lengths is not None:
+            pass_size = max(FEWEST_OF_BATCH, min(pass_size, PASS_LETTERS // int(lengths.max())))
+        known = run.ask_once(reader, pass_size) if matching.asking == "once" else None
+
+        def loss_of(step: int, rows: Tensor) -> Tensor:
+            if matching.asking == "augmented":
+                return run.loss(reader.view(rows.numpy(), step, others[rows]))
+            return run.loss(reader.plain(rows.numpy()), None if known is None else known[rows])
+
+        what, pace = f"the distillation of {target.name}", Pace(first, stops, pass_size, lengths)
+        return run_steps(what, student, run.optimizer, schedule, len(taught), loss_of, pace, anchor)
+
     played = captured(student) if target.generates == "causal" and not config.shard else nullcontext()
     with frozen(teacher), played:
         student.eval()
-        run = _Run(teacher, student, matching, precision, neutral)
-        known = run.ask_once(reader, pass_size) if matching.asking == "once" else None
+        start = run.state() if lessons.all_own is not None else {}
         first = run.begin(schedule, exam, saved)
         events.advance(first)
         for mark in run.curve:
             events.mark(mark)
-        what = f"the distillation of {target.name}"
-        pace = Pace(first, stops, pass_size, lengths)
-        for step, loss in run_steps(what, student, run.optimizer, schedule, len(taught), loss_of, pace, anchor):
+        for step, loss in learn(lessons.taught, schedule, first):
             events.advance(1)
             run.losses.append(loss)
             if step in stops:
@@ -200,18 +210,30 @@ def distill(
                 events.mark(run.curve[-1])
             if saved is not None and (step == steps or by_first(lambda: saved.due)):
                 run.save(step, saved)
-    with torch.no_grad():
-        for name, parameter in run.trained.items():
-            put_whole(parameter, run.best[name])
+        again = run.best_step if lessons.all_own is not None else 0
+        if lessons.all_own is not None and again:
+            events.extend(again)
+            shorter = replace(schedule, steps=again, warmup=min(10, again // 3))
+            run.put(start)
+            run.optimizer = shorter.optimizer(student)
+            for _ in learn(lessons.all_own, shorter):
+                events.advance(1)
+            again *= run.sound()
+    if not again:
+        run.put(run.best)
+    taught = lessons.all_own if again and lessons.all_own is not None else lessons.taught
+    places = np.unique(taught.indices)
+    others = int((places >= bound).sum())
     return Distilled(
         matching.name,
-        replace(schedule, batch_size=min(schedule.batch_size, len(taught))),
-        len(np.unique(taught.indices)) - others,
+        replace(schedule, batch_size=min(schedule.batch_size, len(lessons.taught))),
+        len(places) - others,
         others,
-        len(held_out),
+        len(lessons.held_out),
         len(samples) - len(compared),
         tuple(run.curve),
         run.best_step,
+        again,
         None if neutral is None else neutral.base,
     )
 
@@ -236,6 +258,23 @@ class _Run:
         self.groups: list[list[float]] = []  # losses of the groups of held-out samples, of each mark
         self.best: Mapping[str, Tensor] = {}
         self.best_step = 0
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of what is trained, in memory."""
+        return {name: whole(each.detach()).to("cpu", copy=True) for name, each in self.trained.items()}
+
+    def put(self, state: Mapping[str, Tensor]) -> None:
+        """Give the student such a state."""
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                put_whole(parameter, state[name])
+
+    def sound(self) -> bool:
+        """Whether the student has kept what it knew of neutral passages."""
+        if self.neutral is None:
+            return True
+        with self.precision:
+            return self.neutral.loss(self.student) <= (1 + TOLERANCE) * self.neutral.base
 
     def begin(self, schedule: Schedule, exam: Reader, saved: StateFile | None) -> int:
         """Start, or continue at the step of a saved state; the number of steps that are done."""
@@ -312,9 +351,7 @@ class _Run:
         self.groups.append(views.mean(0).tolist() if self.matching.apart else [])
         most = math.inf if self.neutral is None else (1 + TOLERANCE) * self.neutral.base
         if last_is_best(self.curve, self.groups, most):
-            self.best = {
-                name: whole(parameter.detach()).to("cpu", copy=True) for name, parameter in self.trained.items()
-            }
+            self.best = self.state()
             self.best_step = step
 
     def _judged(
@@ -414,25 +451,41 @@ def divide(samples: DatasetSamples) -> tuple[DatasetSamples, DatasetSamples]:
     return samples.take(slice(len(samples) - count, None)), samples.take(slice(len(samples) - count))
 
 
-def _lessons(samples: DatasetSamples, own: int, extra: Extra | None) -> tuple[DatasetSamples, DatasetSamples, int]:
-    """The samples that are held out, those that are taught, and how many of the latter are extra ones.
+class _Lessons(NamedTuple):
+    """The samples that are held out, those that are taught, and the latter with all own ones where these are few."""
 
-    Own samples are repeated until they are a fixed share of what is taught. Of few own samples none is held out if
-    extra ones are like them.
+    held_out: DatasetSamples
+    taught: DatasetSamples
+    all_own: DatasetSamples | None
+
+
+def _lessons(samples: DatasetSamples, own: int, extra: Extra | None) -> _Lessons:
+    """Divide the samples; the first ones are the `own` ones.
+
+    Beside extra ones, own samples are repeated until they are a fixed share of what is taught. Of few own samples none
+    is held out if extra ones are like them.
     """
     if extra is None:
-        return *divide(samples), 0
+        held_out, taught = divide(samples)
+        return _Lessons(held_out, taught, samples if len(samples) < FEW else None)
     kept, more = (samples.take(np.flatnonzero(part)) for part in (samples.indices < own, samples.indices >= own))
-    if extra.like_own and len(kept) < FEW:
+    few = len(kept) < FEW
+    if extra.like_own and few:
         held_out, more = divide(more)
-    else:
-        held_out, kept = divide(kept)
+        return _Lessons(held_out, _beside(kept, more, OWN_OF_WRITTEN), None)
+    parts = OWN_OF_WRITTEN if extra.like_own else OWN
+    held_out, taught = divide(kept)
+    rest = more
     if extra.views_of is not None:
         shown = np.isin(extra.views_of[more.indices - own], held_out.indices)
-        more = more.take(np.flatnonzero(~shown))
-    parts = OWN_OF_WRITTEN if extra.like_own else OWN
-    times = max(1, math.ceil(len(more) / ((parts - 1) * max(len(kept), 1))))
-    return held_out, replace(samples, indices=np.concatenate([np.tile(kept.indices, times), more.indices])), len(more)
+        rest = more.take(np.flatnonzero(~shown))
+    return _Lessons(held_out, _beside(taught, rest, parts), _beside(kept, more, parts) if few else None)
+
+
+def _beside(own: DatasetSamples, more: DatasetSamples, parts: int) -> DatasetSamples:
+    """Own samples, repeated until they are one of so many `parts`, and others."""
+    times = max(1, math.ceil(len(more) / ((parts - 1) * max(len(own), 1))))
+    return replace(own, indices=np.concatenate([np.tile(own.indices, times), more.indices]))
 
 
 def _autocast(model: Model) -> AbstractContextManager[Any]:
@@ -491,6 +544,7 @@ def teach(
         "learning_rate": found.schedule.learning_rate,
         "lora": config.lora,
         "best": found.best,
+        "again": found.again,
         "neutral": found.neutral,
         "curve": [asdict(mark) for mark in found.curve],
         "seconds": round(time.perf_counter() - started, 3),
