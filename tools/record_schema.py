@@ -235,13 +235,15 @@ class DistilledEntry(TypedDict):
     matching: Literal["classes", "numbers", "similarities", "answers", "tokens", "texts"]
     samples: Count
     extra: Annotated[int, Keywords(minimum=0, description="Samples beside the own ones.")]
+    views: Annotated[int, Keywords(minimum=0, description="Views of own prompts, with words left out.")]
     held_out: Count
     left_out: Annotated[int, Keywords(minimum=0, description="Samples with nothing to compare.")]
     steps: Count
     batch_size: Count
     learning_rate: float
     lora: int | None
-    best: Annotated[int, Keywords(minimum=0, description="The step whose state is kept; 0 is the start.")]
+    best: Annotated[int, Keywords(minimum=0, description="The step whose state is best; 0 is the start.")]
+    again: Annotated[int, Keywords(minimum=0, description="Steps on all own samples after that; the last is kept.")]
     neutral: Annotated[float | None, Keywords(description="The target's loss on neutral passages.")]
     curve: list[MarkEntry]
     seconds: Seconds
