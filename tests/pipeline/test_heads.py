@@ -69,6 +69,21 @@ def test_bare_encoders_and_a_full_finetune_give_a_classifier_that_transformers_l
     assert result.record["data"]["labels"]["by"] == "source"
 
 
+@pytest.mark.parametrize("form", ["{}", "LABEL_{}", "LABEL_of {}", "class {}"])
+def test_classes_keep_the_names_of_the_fine_tune(
+    folders: Callable[..., tuple[Path, ...]], tmp_path: Path, form: str
+) -> None:
+    source, tuned, target, data = folders()
+    names = {index: form.format(index) for index in CLASSES}
+    edit_json(tuned / "config.json", id2label=names, label2id={name: index for index, name in names.items()})
+    rows = [{"text": text} for text in SENTENCES]
+    data = write_rows(tmp_path / "texts.jsonl", rows)
+    transfer(source, tuned, target, data, scale=1, samples=12, labels="source").save(tmp_path / "out")
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert found.id2label == names
+    assert found.label2id == {name: index for index, name in names.items()}
+
+
 def test_the_head_is_the_ridge_regression_of_the_teacher_on_the_ported_features(
     folders: Callable[..., tuple[Path, ...]],
 ) -> None:

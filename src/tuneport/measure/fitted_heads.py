@@ -79,7 +79,7 @@ def renamed_classes(labelling: Labelling | None, names: Sequence[str] | None) ->
     if len(set(names)) != len(labelling.classes) or len(set(names)) != len(names):
         count, has = len(labelling.classes), first_of(labelling.classes)
         raise OptionError(f"`classes` has {len(set(names))} different names; the head has {count} classes: {has}.")
-    return replace(labelling, classes=tuple(names))
+    return replace(labelling, classes=tuple(names), names=tuple(names))
 
 
 def answers_by_name(models: Sides[Model], change: Change, head: Head, data: Dataset) -> str:

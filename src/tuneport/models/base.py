@@ -99,7 +99,7 @@ class Model:
         """What the classification layer decides, if there is one that can be made again."""
         if self.classifier is None:
             return None
-        return Labelling(self.classifier.task, self.outputs.classes, self.classifier.problem)
+        return Labelling(self.classifier.task, self.outputs.classes, self.classifier.problem, self.classifier.names)
 
     @property
     def labels_samples(self) -> bool:

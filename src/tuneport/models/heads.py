@@ -44,11 +44,16 @@ def temperature_of(parameter: Tensor, stored: Mapping[str, Tensor], name: str) -
     return float(widened(stored.get(name, parameter).detach()).exp())
 
 
-def config_classes(config: Any) -> tuple[str, ...]:
-    """The class names of a classification layer; transformers' defaults LABEL_0, LABEL_1 become 0, 1."""
+def config_names(config: Any) -> tuple[str, ...]:
+    """The class names of a classification layer as its configuration has them."""
     with reraised("id2label in config.json has keys that are not numbers"):
         labels = {int(index): str(name) for index, name in (config.id2label or {}).items()}
-    return tuple(labels[i].removeprefix("LABEL_") for i in sorted(labels))
+    return tuple(labels[i] for i in sorted(labels))
+
+
+def config_classes(config: Any) -> tuple[str, ...]:
+    """The class names of a classification layer; transformers' defaults LABEL_0, LABEL_1 become 0, 1."""
+    return tuple(name.removeprefix("LABEL_") for name in config_names(config))
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,12 +24,13 @@ class Labelling:
     """What a classification layer decides: of what ("image", "sequence" or "token") and among which classes.
 
     `problem` is transformers' `problem_type`, if it is stated: "single_label_classification",
-    "multi_label_classification" or "regression".
+    "multi_label_classification" or "regression". `names` are the classes as a configuration of transformers has them.
     """
 
     task: str
     classes: tuple[str, ...]
     problem: str = ""
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def regresses(self) -> bool:
@@ -143,6 +144,7 @@ class Classifier:
         path: of the layer, the last one of the head.
         task: what it labels: "image", "sequence" or "token".
         problem: transformers' `problem_type` of it, if it is stated.
+        names: of its classes, as a configuration of transformers has them.
         own: its parameters in the files, if the layer was made again for classes that it knows.
         fresh: parameters that are not in the files: parts of a head that was made when the model was opened.
     """
@@ -150,5 +152,6 @@ class Classifier:
     path: str
     task: str
     problem: str = ""
+    names: tuple[str, ...] = field(default=(), compare=False)
     own: Mapping[str, Tensor] = field(default_factory=dict)
     fresh: frozenset[str] = frozenset()

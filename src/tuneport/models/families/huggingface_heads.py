@@ -17,7 +17,7 @@ from torch import nn
 
 from ...errors import CheckpointError, first_of, reraised
 from ..base import Model
-from ..heads import config_classes
+from ..heads import config_classes, config_names
 from ..parts import Classifier, Labelling
 from . import quiet
 
@@ -35,7 +35,8 @@ def labelling_of(name: str, config: Any) -> Labelling | None:
     task = next((task for end, task in TASKS.items() if name.endswith(end)), None)
     if task is None:
         return None
-    return Labelling(task, config_classes(config), getattr(config, "problem_type", None) or "")
+    problem = getattr(config, "problem_type", None) or ""
+    return Labelling(task, config_classes(config), problem, config_names(config))
 
 
 def with_classifier(model: Model) -> Model:
@@ -43,7 +44,7 @@ def with_classifier(model: Model) -> Model:
     found = labelling_of(type(model.module).__name__, model.module.config)
     if found is None:
         return model
-    classifier = Classifier(last_linear(model.module), found.task, found.problem)
+    classifier = Classifier(last_linear(model.module), found.task, found.problem, found.names)
     return replace(model, outputs=replace(model.outputs, classes=found.classes), classifier=classifier)
 
 
@@ -66,7 +67,8 @@ def classifier_around(module: Any, labelling: Labelling, name: str) -> tuple[nn.
     )
     if kind is None:
         raise none
-    config.id2label = {i: f"LABEL_{word}" if word == str(i) else word for i, word in enumerate(labelling.classes)}
+    numbered = [f"LABEL_{word}" if word == str(i) else word for i, word in enumerate(labelling.classes)]
+    config.id2label = dict(enumerate(labelling.names or numbered))
     config.label2id = {word: i for i, word in config.id2label.items()}
     config.problem_type = labelling.problem or None
     config.architectures = [kind.__name__]
