@@ -69,8 +69,8 @@ def test_answers_of_the_data_are_taught_beside_those_of_the_teacher(run: Run, an
     words = lesson(animals, place / "out", "--steps", 1, "--json", data=data)
     alone = run(*words).json["distilled"]
     both = run(*words, "--labels", "data", "--overwrite").json["distilled"]
-    assert alone["samples"] == 20 - (0 if alone["again"] else alone["held_out"])
-    assert both["samples"] == 40 - (0 if both["again"] else both["held_out"])
+    assert (alone["samples"], alone["held_out"], alone["again"]) == (20, 10, 1)
+    assert (both["samples"], both["held_out"], both["again"]) == (40, 10, 1)
     bare = run(*lesson(animals, place / "other", "--labels", "data"))
     assert_refused(bare, 1, "has no written answers")
 

@@ -115,7 +115,7 @@ class TestExtra:
         found = distill(own(models, 10), student, config, extra=extra(40, like_own=True))
         assert (found.samples, found.extra, found.held_out) == (10, 30, 10)
         found = distill(own(models, 10), student, config, extra=extra(40))
-        assert (found.extra, found.held_out) == (40, 5)
+        assert (found.samples, found.extra, found.held_out, found.again) == (10, 40, 5, 1)
 
     @pytest.mark.parametrize("beside", [False, True])
     def test_few_own_samples_are_all_taught_in_the_end(
