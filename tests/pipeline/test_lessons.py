@@ -11,7 +11,7 @@ import pytest
 
 from tuneport.config import DistillConfig, UpgradeConfig
 from tuneport.data.dataset import Dataset, as_prompts
-from tuneport.pipeline.lessons import HELD_OUT, UpgradeSamples, views_of
+from tuneport.pipeline.lessons import HELD_OUT, UpgradeSamples, views_each, views_of
 from tuneport.pipeline.upgrade import _Routes
 from tuneport.types import Events
 
@@ -103,3 +103,11 @@ def test_no_views(own: Dataset) -> None:
     assert views_of(_writer(), own, DistillConfig(), Events()) is None
     assert views_of(_writer(), own.subset(np.arange(1)), DistillConfig(labels="data"), Events()) is None
     assert views_of(SimpleNamespace(writes=False), own, DistillConfig(), Events()) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("count", "each"), [(0, 0), (1, 4), (100, 4), (101, 3), (200, 2), (400, 1), (1000, 1), (1001, 0)]
+)
+def test_many_prompts_have_fewer_views(count: int, each: int) -> None:
+    assert views_each(count) == each
+    assert count * each <= max(400, count)

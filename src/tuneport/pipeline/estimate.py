@@ -34,7 +34,7 @@ from ..training.matching import BATCH, TEXT_BATCH
 from ..types import ScaleRule, Sides
 from .comparison import USUAL, usual_test
 from .inputs import check_weights, count_forward_passes
-from .lessons import FEW, FEWEST, HELD_OUT, MOST_HELD_OUT, MOST_SAMPLES, PORTED
+from .lessons import FEW, FEWEST, HELD_OUT, MOST_HELD_OUT, MOST_SAMPLES, PORTED, views_each
 from .plan import changed_parts, not_transported_by, plan_of
 from .scale import Judge
 from .transfer import Setup, choose_rule, prepare
@@ -91,7 +91,8 @@ def planned_routes(setup: Setup, own: int) -> dict[str, dict[str, Any]]:
     few = writes and count < FEW  # all are taught, and written ones judge
     taught = count if few else count - min(round(HELD_OUT * count), MOST_HELD_OUT)
     usual = TEXT_BATCH if writes else BATCH
-    schedules = [schedule_of(DistillConfig(), target, usual, number) for number in (taught, taught + written)]
+    viewed = taught * max(2 * views_each(taught), 1) if writes else taught  # prompts are repeated as often as viewed
+    schedules = [schedule_of(DistillConfig(), target, usual, number) for number in (viewed, taught + written)]
     found: dict[str, dict[str, Any]] = {
         "copy": {"samples": 0},
         "port": {"samples": min(taught, PORTED)},

@@ -140,18 +140,23 @@ def read_extra(old: OldModel, own: Dataset, config: LessonsConfig, events: Event
     return _answered(old, replace(found, inputs=inputs, choices=choices), events)[0]
 
 
+def views_each(count: int) -> int:
+    """The most views of each of so many own prompts."""
+    return min(max(VIEWED // count, 1), VIEWS) if 0 < count <= MOST_VIEWED else 0
+
+
 def views_of(old: OldModel, own: Dataset, config: LessonsConfig, events: Events) -> Extra | None:
     """Own prompts with some words left out and the old model's answers; None of many samples, or of longer texts."""
     count = len(own)
     plain = old.writes and not is_passages(own) and config.labels != "data"
-    if not plain or not 0 < count <= MOST_VIEWED or isinstance(own.inputs[0], tuple):
+    if not plain or not views_each(count) or isinstance(own.inputs[0], tuple):
         return None
     frame = Frame.of(own, config.template)
     texts = [frame.text(sample) for sample in own.inputs]
     prompts = [prompt_of(sample) if isinstance(sample, list) else sample for sample in own.inputs]
     if [frame.sample(text) for text in texts] != prompts or any("\n" in text for text in texts):
         return None
-    views = augmented(texts, min(max(VIEWED // count, 1), VIEWS), config.seed, ordered=True)
+    views = augmented(texts, views_each(count), config.seed, ordered=True)
     rows = np.array([row for row, view in enumerate(views) if view != texts[row % count]], dtype=np.int64)
     if not len(rows):
         return None
