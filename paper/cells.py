@@ -19,8 +19,7 @@ from tuneport.data.samplers import SAMPLERS, select
 from tuneport.data.tasks import read_data
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.accuracy import compute_features, linear_probe
-from tuneport.measure.measurement import Measurement
-from tuneport.measure.samples import DatasetSamples, Samples, first_half
+from tuneport.measure.samples import DatasetSamples, Measurement, Samples, first_half
 from tuneport.methods import Transfer, get_method
 from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tuneport.measure.measurement import Measurement
-from tuneport.measure.samples import DatasetSamples
+from tuneport.measure.samples import DatasetSamples, Measurement
 from tuneport.measure.signals import NEEDS_BACKWARD
 from tuneport.methods import Method, get_method
 from tuneport.models.base import Model

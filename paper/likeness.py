@@ -20,8 +20,7 @@ from tuneport.errors import TuneportError, first_of
 from tuneport.maps.procrustes import MapSolver
 from tuneport.maps.statistics import Key, Statistics
 from tuneport.measure.accuracy import encode_batches
-from tuneport.measure.batches import PairedBatch
-from tuneport.measure.capture import MakeSum, Request, measure_pairs
+from tuneport.measure.capture import MakeSum, PairedBatch, Request, measure_pairs
 from tuneport.measure.objectives import forward_only
 from tuneport.measure.signals import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS
 from tuneport.measure.tokens import Match, match_tokens

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tuneport.maps.covariance import CrossCovariance
+from tuneport.maps.statistics import CrossCovariance
 
 NAN = float("nan")
 

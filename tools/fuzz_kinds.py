@@ -50,8 +50,7 @@ from tuneport.data import arrow, npz, rows
 from tuneport.data.formats import read_plain
 from tuneport.io.checkpoint import open_checkpoint, read_json
 from tuneport.io.validate import check_finite
-from tuneport.maps.covariance import CrossCovariance
-from tuneport.maps.statistics import Statistics
+from tuneport.maps.statistics import CrossCovariance, Statistics
 from tuneport.models.chat import render_chat
 from tuneport.models.families import open_tokenizer
 from tuneport.models.heads import read_head

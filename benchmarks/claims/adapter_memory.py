@@ -25,9 +25,8 @@ import torch
 
 from tuneport.io.tensors import LazyMapping, TensorSpec
 from tuneport.layers import Layer
-from tuneport.maps.covariance import CrossCovariance
 from tuneport.maps.procrustes import MapSolver
-from tuneport.maps.statistics import Statistics
+from tuneport.maps.statistics import CrossCovariance, Statistics
 from tuneport.methods import METHODS, Problem
 from tuneport.pairing import LayerPair, Plan
 from tuneport.task_vectors.low_rank import LowRank

@@ -33,10 +33,9 @@ from torch.nn import functional as F
 from tuneport.config import TransferConfig
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
-from tuneport.maps.covariance import CrossCovariance
-from tuneport.maps.statistics import Statistics
+from tuneport.maps.statistics import CrossCovariance, Statistics
 from tuneport.measure.accuracy import encode_batches
-from tuneport.measure.measurement import Measurement
+from tuneport.measure.samples import Measurement
 from tuneport.methods import METHODS, Transfer
 from tuneport.models.open import open_model
 from tuneport.models.weights import Scaled

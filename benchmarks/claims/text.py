@@ -35,7 +35,7 @@ from tuneport.data.dataset import Dataset
 from tuneport.data.tasks import TASKS
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.accuracy import compute_features
-from tuneport.measure.measurement import Measurement
+from tuneport.measure.samples import Measurement
 from tuneport.methods import METHODS, Method, Transfer
 from tuneport.models.base import Model
 from tuneport.models.heads import Head, choose_head

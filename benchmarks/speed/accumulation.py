@@ -19,8 +19,8 @@ import torch
 from record import now, publish, table
 from torch import Tensor
 
-from tuneport.maps.covariance import add_product, rank_cut
 from tuneport.maps.procrustes import procrustes
+from tuneport.maps.statistics import add_product, rank_cut
 
 
 def signals(widths: tuple[int, int], tokens: int, null: int, device: torch.device) -> tuple[Tensor, Tensor]:

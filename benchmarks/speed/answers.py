@@ -23,7 +23,7 @@ RUNS = 3
 
 def compare(folder: Path, data: Path, samples: int, device: torch.device) -> dict[str, Any]:
     from tuneport.data.tasks import read_data
-    from tuneport.measure.language import likelihood
+    from tuneport.measure.accuracy import likelihood
     from tuneport.models.open import open_model
 
     model = open_model(folder, device=device)

@@ -19,7 +19,7 @@ import torch
 
 if TYPE_CHECKING:
     from tuneport import Method, Result, TransferConfig
-    from tuneport.measure.measurement import Measurement
+    from tuneport.measure.samples import Measurement
     from tuneport.pipeline.transfer import Setup
     from tuneport.runtime.passes import Passes
 

@@ -20,8 +20,8 @@ import torch
 from record import now, publish, table
 from torch import Tensor
 
-from tuneport.maps.completion import complete
 from tuneport.maps.polar import ROUTES, polar, polar_together, thin_factors
+from tuneport.maps.procrustes import complete
 
 CUT = 9.3e-10  # the rank cut of float32 signals
 LIMITS = (1e-6, 1e-5)  # orthogonality defect, map error

@@ -64,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     from tuneport import DistillConfig, TaskVector
     from tuneport.data.dataset import Dataset
-    from tuneport.measure.language import answer_likelihoods
+    from tuneport.measure.accuracy import answer_likelihoods
     from tuneport.models.generation import Sampling, generate_texts
     from tuneport.models.open import describe_module
     from tuneport.models.tokenizer import Reader

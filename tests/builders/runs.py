@@ -11,8 +11,7 @@ from tuneport.config import TransferConfig
 from tuneport.data.dataset import Dataset
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.fitted_heads import with_teacher_scores
-from tuneport.measure.measurement import Measurement
-from tuneport.measure.samples import Samples
+from tuneport.measure.samples import Measurement, Samples
 from tuneport.methods import Method, Problem, get_method
 from tuneport.models.base import Model
 from tuneport.models.change import Change

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tuneport.layers import Layer
-from tuneport.measure.batches import first_dimension
+from tuneport.measure.capture import first_dimension
 from tuneport.measure.signals import NEEDS_BACKWARD, Recorder, frozen
 from tuneport.types import Loss
 

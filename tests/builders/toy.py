@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tuneport.layers import TokenLayout, find_layers, find_loose
-from tuneport.measure.batches import PairedBatch
-from tuneport.measure.capture import Request, measure_pairs
+from tuneport.measure.capture import PairedBatch, Request, measure_pairs
 from tuneport.measure.tokens import match_tokens
 from tuneport.methods import Problem
 from tuneport.pairing import Plan, pair_layers

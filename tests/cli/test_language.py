@@ -17,8 +17,7 @@ from builders.commands import Run, assert_refused
 from builders.samples import jsonl
 from builders.texts import LARGE, SENTENCES, SMALL, bert_tokenizer, make, write
 from tuneport.data.formats import read_plain
-from tuneport.measure.accuracy import compute_features
-from tuneport.measure.language import likelihood, perplexity
+from tuneport.measure.accuracy import compute_features, likelihood, perplexity
 from tuneport.models.open import open_model
 
 

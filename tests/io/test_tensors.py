@@ -18,7 +18,7 @@ from tuneport.io.tensors import (
     describe,
     pieces,
 )
-from tuneport.measure.batches import change_tensors, tensors_in
+from tuneport.measure.capture import change_tensors, tensors_in
 
 
 def test_lazy_mapping_computes_on_access() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tuneport.maps import covariance as products
-from tuneport.maps.covariance import CrossCovariance, add_product, are_half, energy, rank_cut, work_bytes
+from tuneport.maps import statistics as products
 from tuneport.maps.procrustes import procrustes
+from tuneport.maps.statistics import CrossCovariance, add_product, are_half, energy, rank_cut, work_bytes
 
 HALVES = [torch.bfloat16, torch.float16]
 

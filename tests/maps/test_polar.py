@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from tuneport.errors import TuneportError
-from tuneport.maps import completion, halley, symmetric
+from tuneport.maps import halley, symmetric
 from tuneport.maps import polar as solver
+from tuneport.maps import procrustes as completion
 from tuneport.maps.certificate import Polar, certify
-from tuneport.maps.completion import complete, complete_thin
 from tuneport.maps.polar import ROUTES, polar, polar_of_factors, polar_together, thin_factors
-from tuneport.maps.procrustes import procrustes
+from tuneport.maps.procrustes import complete, complete_thin, procrustes
 from tuneport.runtime.forecast import solving_bytes
 
 CUT = 1e-9

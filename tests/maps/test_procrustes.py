@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tuneport.errors import MethodError, TuneportError
-from tuneport.maps.covariance import CrossCovariance, rank_cut
 from tuneport.maps.procrustes import Alignment, MapSolver, procrustes, procrustes_together
-from tuneport.maps.statistics import Statistics, WeightGradient
+from tuneport.maps.statistics import CrossCovariance, Statistics, WeightGradient, rank_cut
 
 SHAPES = [(12, 12), (8, 13), (13, 8)]
 FLAT = [(12, 12, 5), (8, 13, 5), (13, 8, 5), (10, 10, 1), (6, 6, 5)]  # widths and a rank below both

@@ -18,8 +18,7 @@ from builders.folders import CLASSES, HEAD_CLASSES, Zoo, load
 from tuneport.data.dataset import UNLABELLED, Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.measure.accuracy import compute_features, encode_batches, linear_probe, zero_shot
-from tuneport.measure.language import perplexity
+from tuneport.measure.accuracy import compute_features, encode_batches, linear_probe, perplexity, zero_shot
 from tuneport.models.base import Model, describe_any
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model

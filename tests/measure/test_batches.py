@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tuneport.errors import CaptureError
-from tuneport.measure.batches import PairedBatch, count_samples, slice_batch, split_batch
+from tuneport.measure.capture import PairedBatch, count_samples, slice_batch, split_batch
 
 
 class Named(NamedTuple):

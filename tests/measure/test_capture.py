@@ -21,8 +21,7 @@ from builders.toy import ToyViT, batches, loss, plan
 from tuneport.errors import CaptureError
 from tuneport.layers import TokenLayout
 from tuneport.maps.statistics import Statistics
-from tuneport.measure.batches import PairedBatch
-from tuneport.measure.capture import Request, measure_pairs
+from tuneport.measure.capture import PairedBatch, Request, measure_pairs
 from tuneport.measure.signals import INPUT, INPUT_GRADIENT, OUTPUT, OUTPUT_GRADIENT, SIGNALS, WEIGHT_GRADIENT
 from tuneport.measure.tokens import TokenLimit, match_tokens
 from tuneport.pairing import LayerPair, pair_layers

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tuneport.measure.chance import direction, ratio, share_interval, shift, standard_error, tail
+from tuneport.measure.accuracy import direction, ratio, share_interval, shift, standard_error, tail
 
 
 def _tail(count: int, least: int, share: float) -> float:

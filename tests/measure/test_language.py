@@ -17,7 +17,7 @@ from builders.templates import FAMILIES, family_tokenizer
 from builders.texts import SENTENCES, gpt_tokenizer, make, roberta_tokenizer, t5_tokenizer, write
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
-from tuneport.measure.language import likelihood, perplexity
+from tuneport.measure.accuracy import likelihood, perplexity
 from tuneport.models.base import Model
 from tuneport.models.open import open_model
 

@@ -40,7 +40,7 @@ from tuneport.cli import app
 from tuneport.data.dataset import UNLABELLED, Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
-from tuneport.measure import accuracy, language
+from tuneport.measure import accuracy
 from tuneport.measure.objectives import (
     OBJECTIVES,
     TokenLoss,
@@ -477,7 +477,7 @@ class TestPerplexity:
         ids = torch.tensor([model.inputs.reader.tokenizer(SENTENCES[0])["input_ids"]])
         with torch.no_grad():
             out = model.module(input_ids=ids, labels=ids)
-        found = language.perplexity(model, data([SENTENCES[0]]))
+        found = accuracy.perplexity(model, data([SENTENCES[0]]))
         assert found.perplexity == pytest.approx(math.exp(float(out.loss)), rel=1e-5)
         assert found.tokens == ids.shape[1] - 1
         right = (out.logits[0, :-1].argmax(-1) == ids[0, 1:]).float().mean()
@@ -490,22 +490,22 @@ class TestPerplexity:
         )
         with torch.no_grad():
             wanted = math.exp(float(model.module(input_ids=ids, labels=labels).loss))
-        found = language.perplexity(model, data([SENTENCES[0]], targets=["yes"]))
+        found = accuracy.perplexity(model, data([SENTENCES[0]], targets=["yes"]))
         assert found.perplexity == pytest.approx(wanted, rel=1e-5)
         assert found.tokens == labels.shape[1]
 
     def test_batch_size_does_not_matter(self, models: dict[str, Model]) -> None:
-        one, many = (language.perplexity(models["gpt2"], data(SENTENCES), batch_size=size) for size in (1, 16))
+        one, many = (accuracy.perplexity(models["gpt2"], data(SENTENCES), batch_size=size) for size in (1, 16))
         assert one.perplexity == pytest.approx(many.perplexity, rel=1e-5)
         assert (one.tokens, one.samples, one.accuracy) == (many.tokens, many.samples, many.accuracy)
 
     def test_models_and_data_without_perplexity_are_refused(self, models: dict[str, Model], zoo: Zoo) -> None:
         with pytest.raises(TuneportError, match="bert writes no text; perplexity needs a causal"):
-            language.perplexity(models["bert"], data(SENTENCES))
+            accuracy.perplexity(models["bert"], data(SENTENCES))
         with pytest.raises(DataError, match=r"animals holds images, but .*llama reads texts"):
-            language.perplexity(models["llama"], read_plain(zoo.data, "test"))
+            accuracy.perplexity(models["llama"], read_plain(zoo.data, "test"))
         with pytest.raises(DataError, match="has no token to predict"):
-            language.perplexity(models["gpt2"], data(["a"]))
+            accuracy.perplexity(models["gpt2"], data(["a"]))
 
     def test_perplexity_on_the_command_line(self, models: dict[str, Model], tmp_path: Path) -> None:
         rows = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in SENTENCES])
@@ -514,7 +514,7 @@ class TestPerplexity:
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output
         record = json.loads(done.stdout)
-        wanted = language.perplexity(model, data(SENTENCES))
+        wanted = accuracy.perplexity(model, data(SENTENCES))
         assert record["perplexity"] == pytest.approx(wanted.perplexity)
         assert (record["tokens"], record["samples"], record["protocol"]) == (wanted.tokens, 16, "perplexity")
         plain = CliRunner().invoke(app, command[:-1])
@@ -533,4 +533,4 @@ def test_transfer_of_a_language_model(tmp_path: Path) -> None:
     assert result.record["resolved"]["loss"] == "causal"
     assert result.record["samples"] == 16
     out = open_model(result.save(tmp_path / "out"))
-    assert language.perplexity(out, data(SENTENCES)).perplexity < math.inf
+    assert accuracy.perplexity(out, data(SENTENCES)).perplexity < math.inf

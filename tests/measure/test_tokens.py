@@ -27,8 +27,7 @@ from tuneport.data.dataset import Dataset
 from tuneport.errors import CaptureError
 from tuneport.layers import TokenLayout
 from tuneport.maps.statistics import Statistics
-from tuneport.measure.batches import PairedBatch
-from tuneport.measure.capture import Request, measure_pairs
+from tuneport.measure.capture import PairedBatch, Request, measure_pairs
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.measure.tokens import Coverage, TokenLimit, coverage, match_spans, match_tokens, overlap
 from tuneport.models.open import describe_module, open_model

@@ -17,8 +17,7 @@ from tuneport import transfer
 from tuneport.layers import Layer, find_layers, find_loose
 from tuneport.maps.statistics import Statistics
 from tuneport.methods import Problem
-from tuneport.methods.transfusion import TransFusion, match_weights
-from tuneport.methods.transfusion.spaces import TURNED, UNMATCHED, places_of
+from tuneport.methods.transfusion import TURNED, UNMATCHED, TransFusion, match_weights, places_of
 from tuneport.models.base import Model
 from tuneport.models.open import describe_module
 from tuneport.pairing import pair_layers

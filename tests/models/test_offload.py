@@ -23,8 +23,7 @@ from tuneport.cli import app
 from tuneport.config import PlanConfig
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.layers import find_layers
-from tuneport.measure.batches import PairedBatch, move_batch
-from tuneport.measure.capture import Request, measure_pairs
+from tuneport.measure.capture import PairedBatch, Request, measure_pairs, move_batch
 from tuneport.models.base import Model
 from tuneport.models.offload import Placement, block_paths, placed, sizes, to_temporary_file
 from tuneport.models.open import describe_module, open_model, outline_model

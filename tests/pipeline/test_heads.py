@@ -24,8 +24,7 @@ from builders.twins import Twin, finetuned
 from tuneport import transfer
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.measure.fitted_heads import fit_head, measuring
-from tuneport.measure.measurement import Measurement
-from tuneport.measure.samples import DatasetSamples
+from tuneport.measure.samples import DatasetSamples, Measurement
 from tuneport.methods import Transfer
 from tuneport.models.open import as_classifier, describe_module, open_model
 from tuneport.models.parts import Labelling

@@ -11,8 +11,7 @@ import torch
 from builders.chats import MARKS, chat_tokenizer
 from builders.texts import make, write
 from tuneport.data.dataset import Dataset
-from tuneport.measure.accuracy import BySample, Evaluation
-from tuneport.measure.language import perplexity
+from tuneport.measure.accuracy import BySample, Evaluation, perplexity
 from tuneport.measure.unseen import Unseen
 from tuneport.models.open import open_model
 from tuneport.pipeline.comparison import Comparison, ModelScore, Role, summarize

@@ -68,7 +68,7 @@ class TestStatistics:
     def test_bytes_are_those_of_the_sums(
         self, zoo: Zoo, family: str, limit: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("tuneport.maps.covariance._drop_zeros", lambda source, target: (source, target))
+        monkeypatch.setattr("tuneport.maps.statistics._drop_zeros", lambda source, target: (source, target))
         job = prepare(*zoo.trio(family), zoo.data, samples=SAMPLES, max_tokens=limit)
         sums = {id(found): found for found in measured(job).covariances.values()}.values()
         assert any(found.rows is not None for found in sums) == (limit is not None)

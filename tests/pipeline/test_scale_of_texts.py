@@ -20,7 +20,7 @@ from builders.texts import gpt_tokenizer, make, write
 from tuneport.data.choices import fewer_choices
 from tuneport.data.dataset import Dataset
 from tuneport.data.views import VIEWS
-from tuneport.measure.language import likelihood
+from tuneport.measure.accuracy import likelihood
 from tuneport.measure.objectives import read_answers
 from tuneport.measure.samples import DatasetSamples
 from tuneport.models.open import open_model

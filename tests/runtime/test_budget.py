@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from builders.runs import Case, measured, passes_for, planned, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
-from tuneport.measure.measurement import Measurement
-from tuneport.measure.samples import UserBatches
+from tuneport.measure.samples import Measurement, UserBatches
 from tuneport.methods import METHODS
 from tuneport.pipeline.solve import measure
 from tuneport.runtime import passes

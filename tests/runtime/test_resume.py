@@ -23,8 +23,7 @@ from builders.folders import Zoo
 from builders.forwards import count_forwards
 from builders.runs import Case, port, prepare
 from tuneport.errors import CheckpointError
-from tuneport.maps.covariance import CrossCovariance
-from tuneport.maps.statistics import Statistics, WeightGradient
+from tuneport.maps.statistics import CrossCovariance, Statistics, WeightGradient
 from tuneport.methods import METHODS
 from tuneport.runtime.passes import Passes
 from tuneport.runtime.resume import Work, fingerprint, load_statistics, save_statistics

@@ -115,7 +115,7 @@ def _ask(prompt: str, inputs: options.EvaluateInputs, config: options.EvaluateCo
 
 def _plain(found: Evaluation) -> dict[str, Any]:
     """A score as JSON values, with the interval of the accuracy and the classes."""
-    from ..measure.chance import share_interval
+    from ..measure.accuracy import share_interval
 
     values = found.plain()
     if found.by_sample.right is not None:

@@ -13,11 +13,192 @@ from torch import Tensor
 
 from ..errors import MethodError, TuneportError
 from ..types import Completion
-from .certificate import Certificate, Polar
-from .completion import CoordinateMap, complete, complete_thin
-from .covariance import CrossCovariance, rank_cut
-from .polar import polar, polar_of_factors, polar_together, together_bytes
-from .statistics import Key, Statistics
+from .certificate import Certificate, Factors, Polar
+from .halley import largest_values
+from .polar import null_of, polar, polar_of_factors, polar_together, thin_factors, together_bytes
+from .statistics import CrossCovariance, Key, Statistics, rank_cut
+
+BLIND = 1e-8  # singular values of the projected identity up to this count as zero
+CLEAR = 1e-4  # the least square of one that 1 minus its complement resolves: the map error is eps / CLEAR
+
+
+@dataclass(frozen=True, eq=False)
+class CoordinateMap(Factors):
+    """A map from source to target coordinates: its factors, plus the identity, zero-padded or cropped at the end."""
+
+    identity: bool = False  # whether it is added
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        left, right = self.left, self.right
+        if left is None:
+            assert right is not None
+            return right.shape[1], right.shape[0]
+        return left.shape[0], left.shape[1] if right is None else right.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in (self.left, self.right) if part is not None)
+
+    def dense(self) -> Tensor:
+        R = super().dense()
+        return R + torch.eye(*R.shape, device=R.device, dtype=torch.float64) if self.identity else R
+
+    def carry(self, tensor: Tensor, axis: int) -> Tensor:
+        """`R^T tensor` along axis 0 or `tensor R` along the last, on the map's device and in its dtype."""
+        left, right = self.left, self.right
+        some = right if left is None else left
+        assert some is not None
+        moved = tensor = tensor.to(device=some.device, dtype=some.dtype)
+        if left is not None:
+            moved = left.T @ moved if axis == 0 else moved @ left
+        if right is not None:
+            moved = right @ moved if axis == 0 else moved @ right.T
+        if self.identity:
+            common = min(moved.shape[axis], tensor.shape[axis])
+            moved.narrow(axis, 0, common).add_(tensor.narrow(axis, 0, common))
+        return moved
+
+
+def complete(found: Polar) -> CoordinateMap:
+    """Fill the determined part up to an isometry: between the two null spaces, the one nearest to the identity.
+
+    With N the null basis of the shorter side, the identity between the null spaces is N F, F = N^T E (I - V V^T), and
+    its polar factor is N times that of F. Directions that F leaves open are paired in order.
+    """
+    U, V, N = found.left, found.right, found.null
+    if V is None or (U is not None and len(U) > len(V)):
+        return complete(found.T).T
+    n, m = V.shape[1] if U is None else len(U), len(V)
+    if found.rank == 0:
+        return CoordinateMap(V.new_zeros(n, 0), V.new_zeros(m, 0), identity=True)
+    if found.rank == n or (U is None and not N.shape[1]):
+        return CoordinateMap(U, V)
+    if U is not None and 2 * found.rank <= n:
+        short = _complete_few(U, V)
+        if short is not None:
+            return short
+    if U is not None and not N.shape[1]:
+        N = null_of(U)
+    seen_left, seen_right = _nearest(torch.nn.functional.pad(N.T, (0, m - n)), V)
+    left, right = N @ seen_left, seen_right
+    blind = N.shape[1] - left.shape[1]
+    if blind:
+        mapped = torch.cat([V, right], dim=1)
+        right = torch.cat([right, _pivoted([(mapped, -1.0)], 0, blind)], dim=1)
+        left = torch.cat([left, _pivoted([(N, 1.0), (left, -1.0)], n, blind)], dim=1)
+    if U is None:
+        return CoordinateMap(None, V + right @ left.T)
+    return CoordinateMap(torch.cat([U, left], dim=1), torch.cat([V, right], dim=1))
+
+
+def _complete_few(U: Tensor, V: Tensor) -> CoordinateMap | None:
+    """`complete` for ranks up to half the width, without a null basis; None if the identity leaves directions open.
+
+    The identity between the null spaces is M = P E (I - V V^T), P = I - U U^T. With W = P V_1 (V_1: the rows of V that
+    E reaches), M M^T = P - W W^T, so that W^T W = Q diag(l) Q^T, of the size of the rank, holds its spectrum: M is 1
+    except for s = sqrt(1 - l). Its polar factor is M + W Q / (s (1 + s)) Q^T W^T M. A small s suffers from the
+    rounding of l; these directions, W Q / sqrt(l), are solved separately.
+    """
+    n, m = len(U), len(V)
+    W = V[:n] - U @ (U.T @ V[:n])
+    values, Q = torch.linalg.eigh(W.T @ W)
+    rest = (1.0 - values).clamp_min(0.0)
+    clear = rest > CLEAR
+    s = rest[clear].sqrt()
+    seen = W @ Q[:, clear]
+    right = -(V @ Q[:, clear]) / s
+    right[:n] += seen / (s * (1.0 + s))
+    lefts, rights = [U, seen], [V.clone(), right]
+    rights[0][:n] -= U
+    if not bool(clear.all()):
+        H = W @ (Q[:, ~clear] / values[~clear].sqrt())
+        seen_left, seen_right = _nearest(torch.nn.functional.pad(H.T, (0, m - n)), V)
+        if seen_left.shape[1] < H.shape[1]:
+            return None
+        right = seen_right @ seen_left.T
+        right[:n] -= H
+        lefts.append(H)
+        rights.append(right)
+    return CoordinateMap(torch.cat(lefts, dim=1), torch.cat(rights, dim=1), identity=True)
+
+
+def complete_thin(found: Polar) -> CoordinateMap:
+    """`complete` for a rank r far below both widths: the identity plus a correction of rank about 2 r.
+
+    Outside W_A = span(U, E V) the completed map is the identity E itself, and its image is orthogonal to
+    W_B = span(E^T W_A, V); from W_A to W_B it is a problem of size 2 r x 3 r.
+    """
+    U, V = found.left, found.right
+    assert U is not None
+    assert V is not None
+    if len(U) > len(V):
+        return complete_thin(found.T).T
+    n, m, r = len(U), len(V), U.shape[1]
+    if r == 0 or not completes_thin(r, n):
+        return complete(found)
+    W_A = torch.linalg.qr(torch.cat([U, V[:n]], dim=1)).Q
+    beyond = torch.linalg.qr(V[n:]).Q  # W_B is the padded W_A, and this in the rows that E does not reach
+    p = W_A.shape[1]
+
+    def spread(columns: Tensor) -> Tensor:
+        return torch.cat([W_A @ columns[:p], beyond @ columns[p:]])
+
+    u, v = W_A.T @ U, torch.cat([W_A.T @ V[:n], beyond.T @ V[n:]])  # in the coordinates of W_A and W_B
+    null = null_of(u)
+    seen_left, seen_right = _nearest(torch.nn.functional.pad(null.T, (0, len(v) - p)), v)
+    seen_left = null @ seen_left
+    core = u @ v.T + seen_left @ seen_right.T
+    core.diagonal().sub_(1.0)  # E itself
+    left, right = W_A, spread(core.T)
+    blind = p - r - seen_left.shape[1]
+    if blind:
+        mapped_left, mapped_right = W_A @ torch.cat([u, seen_left], 1), spread(torch.cat([v, seen_right], 1))
+        left = torch.cat([left, _pivoted([(W_A, 1.0), (mapped_left, -1.0)], n, blind)], dim=1)
+        padded = torch.nn.functional.pad(W_A, (0, 0, 0, m - n))
+        free = [(padded, 1.0), (mapped_right, -1.0)]  # I - E^T E + E^T W_A W_A^T E, minus the mapped directions
+        right = torch.cat([right, _pivoted(free, n, blind)], dim=1)
+    return CoordinateMap(left, right, identity=True)
+
+
+def completes_thin(rank: int, width: int) -> bool:
+    """Whether `complete_thin` gives thin factors: span(U, E V) and V together must fit in the shorter width."""
+    return 3 * rank <= width
+
+
+def _nearest(F: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of the polar factor of F outside span(V), on its singular values above BLIND."""
+    F = F - (F @ V) @ V.T
+    size = float(largest_values(F[None])) if len(F) else 0.0
+    if size <= BLIND:
+        return F.new_zeros(len(F), 0), V.new_zeros(len(V), 0)
+    return thin_factors(polar(F, BLIND / size))
+
+
+def _pivoted(terms: list[tuple[Tensor, float]], identity_from: int, count: int) -> Tensor:
+    """The first columns of a pivoted Cholesky factorisation of a projector, which is never formed.
+
+    The projector is the identity on the rows from `identity_from` on, plus sign * B B^T for each term. The pivot is the
+    first index near the largest: among equal ones, rounding would choose. So the columns depend on the span of B only.
+    """
+    first = terms[0][0]
+    weight = first.new_zeros(len(first))
+    weight[identity_from:] = 1.0
+    for basis, sign in terms:
+        weight += sign * basis.square().sum(1)
+    columns = first.new_zeros(len(first), count)
+    for index in range(count):
+        pivot = int((weight > 0.55 * weight.max()).nonzero()[0])
+        column = first.new_zeros(len(first))
+        if pivot >= identity_from:
+            column[pivot] = 1.0
+        for basis, sign in terms:
+            column += sign * (basis @ basis[pivot])
+        column -= columns @ columns[pivot]
+        columns[:, index] = column / column[pivot].sqrt()
+        weight = weight - columns[:, index].square()
+    return columns
+
 
 COMPLETIONS: tuple[Completion, ...] = get_args(Completion)
 HELD = 2**28  # bytes of solved maps that a MapSolver caches

@@ -2,15 +2,294 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from ..errors import TuneportError
-from .covariance import CrossCovariance
+
+PIECE = 16384  # tokens that are converted at once
+TENSOR_PIECE = 2048  # tokens that tensor cores sum up in float32, at most 16 at once, and truncate: 1.5e-5 at worst
+PIECE_ON_CPU = 512  # so that they stay in the caches
+HALF_PIECE_ON_CPU = 4096
+ROWS_ON_CPU = 256
+BLOCK = 2**24  # numbers of a float32 product that are added to the sum at once
+BLOCK_ON_CPU = 2**21
+_FINE = 1e-6  # eps of signals that a model rounds at every step, not once
+_ABOVE_NOISE = 4.0  # on tiny models and on trained ones, at most twice the noise was seen
+
+
+class CrossCovariance:
+    """Streaming `C = X_A^T X_B` over paired tokens (the matrix of eqs. 6 and 7), uncentred.
+
+    Tokens are kept unsummed while they take less than half the memory of C. Those that are zero in either signal are
+    dropped (many last gradients are zero except at the class token). The later sum has the same bits as a sum from
+    the start.
+
+    >>> covariance = CrossCovariance(2, 3)
+    >>> covariance.update(torch.ones(5, 2), torch.ones(5, 3))
+    >>> covariance.matrix.shape, covariance.tokens, covariance.matrix[0, 0].item()
+    (torch.Size([2, 3]), 5, 5.0)
+    """
+
+    def __init__(self, source_width: int, target_width: int, *, device: torch.device | str | None = None) -> None:
+        self.shape = (source_width, target_width)
+        self.rows: list[tuple[Tensor, Tensor]] | None = []  # the unsummed tokens, by batch; None after they are summed
+        self.source_energy = torch.zeros((), device=device, dtype=torch.float64)
+        self.target_energy = torch.zeros((), device=device, dtype=torch.float64)
+        self.tokens = 0
+        self.signal_dtype = torch.float64
+        self._sum: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.source_energy.device
+
+    @property
+    def matrix(self) -> Tensor:
+        """C (d_A, d_B), computed at each access while the tokens are kept."""
+        if self._sum is not None:
+            return self._sum
+        total = torch.zeros(self.shape, device=self.device, dtype=torch.float64)
+        for source, target in self.rows or ():
+            add_product(total, source, target)
+        return total
+
+    @matrix.setter
+    def matrix(self, value: Tensor) -> None:
+        self._sum, self.rows = value, None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory held now."""
+        if self.rows is None:
+            return 8 * self.shape[0] * self.shape[1]
+        return sum(part.numel() * part.element_size() for pair in self.rows for part in pair)
+
+    def update(self, source: Tensor, target: Tensor) -> None:
+        """Add the tokens of one batch: source (M, d_A) and target (M, d_B), row i of both the same token."""
+        if source.shape[1:] != self.shape[:1] or target.shape[1:] != self.shape[1:]:
+            wanted = f"(M, {self.shape[0]}) and (M, {self.shape[1]})"
+            raise TuneportError(f"signals must be {wanted}, got {tuple(source.shape)} and {tuple(target.shape)}")
+        if len(source) != len(target):
+            raise TuneportError(f"signals must be paired token by token, got {len(source)} and {len(target)} tokens")
+        self.signal_dtype = _coarser(self.signal_dtype, source.dtype, target.dtype)
+        source, target = source.to(self.device), target.to(self.device)
+        self.source_energy += energy(source)
+        self.target_energy += energy(target)
+        self.tokens += len(source)
+        if self.rows is not None:
+            source, target = _drop_zeros(source, target)
+        more = source.numel() * source.element_size() + target.numel() * target.element_size()
+        if self.rows is not None and not self.keeps_tokens(self.nbytes + more, self.shape):
+            self.matrix = self.matrix  # from here on, summed
+        if self.rows is None:
+            add_product(self.matrix, source, target)
+        elif len(source):
+            self.rows.append((source.clone(), target.clone()))
+
+    @property
+    def whole(self) -> Tensor:
+        """|X_A| |X_B|, an upper bound of <X_A R, X_B> for any orthogonal R."""
+        return (self.source_energy * self.target_energy).sqrt()
+
+    def cut(self, size: float, whole: float) -> float:
+        """The rank cut of C with norm `size`, above the rounding of one signal; `whole` is |X_A| |X_B|.
+
+        A direction that is empty in the narrower signal (the mean of a gradient behind a LayerNorm) holds rounding of
+        eps |X_A| / sqrt(M d) per token. Its product with an unrelated direction of the other signal sums up to
+        eps |X_A| |X_B| / sqrt(M d). With equal widths both signals are empty there. Cuts are in steps of four, so that
+        many maps share one. Both numbers are passed in so that a GPU is synchronised once per batch.
+        """
+        cut, eps = rank_cut(self.signal_dtype, torch.float64, max(self.shape)), torch.finfo(self.signal_dtype).eps
+        if eps >= _FINE or not size > 0 or not self.tokens:
+            return cut
+        above = _ABOVE_NOISE * float(eps * whole / ((self.tokens * min(self.shape)) ** 0.5 * size)) / cut
+        return cut * 4.0 ** math.ceil(math.log(above, 4)) if above > 1 else cut
+
+    @property
+    def most(self) -> int:
+        """The largest rank that C can have by the number of tokens."""
+        return self.tokens if self.rows is None else sum(len(source) for source, _ in self.rows)
+
+    def few_tokens(self) -> tuple[Tensor, Tensor] | None:
+        """The kept tokens (M, d_A) and (M, d_B), if a map is cheaper to solve from them than from C."""
+        if not self.rows or not self.is_thin(self.most, self.shape):
+            return None
+        return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
+
+    def __add__(self, other: CrossCovariance) -> CrossCovariance:
+        """The sum over both sets of tokens."""
+        total = CrossCovariance(*self.shape, device=self.device)
+        total.source_energy = self.source_energy + other.source_energy
+        total.target_energy = self.target_energy + other.target_energy
+        total.tokens = self.tokens + other.tokens
+        total.signal_dtype = _coarser(self.signal_dtype, other.signal_dtype)
+        kept = self.keeps_tokens(self.nbytes + other.nbytes, self.shape)
+        if self.rows is not None and other.rows is not None and kept:
+            total.rows = [*self.rows, *other.rows]
+        else:
+            total.matrix = self.matrix + other.matrix
+        return total
+
+    @staticmethod
+    def keeps_tokens(nbytes: int, shape: tuple[int, int]) -> bool:
+        """Whether tokens that take `nbytes` in both signals are kept, not summed."""
+        return 2 * nbytes <= 8 * shape[0] * shape[1]
+
+    @staticmethod
+    def is_thin(tokens: int, shape: tuple[int, int]) -> bool:
+        """Whether a map is cheaper to solve from this number of kept tokens than from C."""
+        return 5 * tokens <= 4 * min(shape)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """JSON values and named tensors; `from_state` restores the same bits from them."""
+        tensors = {"source_energy": self.source_energy, "target_energy": self.target_energy}
+        if self.rows is None:
+            tensors["matrix"] = self.matrix
+        for index, (source, target) in enumerate(self.rows or ()):
+            tensors |= {f"source.{index}": source, f"target.{index}": target}
+        batches, dtype = None if self.rows is None else len(self.rows), str(self.signal_dtype).removeprefix("torch.")
+        return {"shape": list(self.shape), "tokens": self.tokens, "signal_dtype": dtype, "batches": batches}, tensors
+
+    @classmethod
+    def from_state(cls, values: Mapping[str, Any], read: Callable[[str], Tensor]) -> CrossCovariance:
+        """Restore a sum; `read` returns its tensors by name, on the device of the sum."""
+        restored = CrossCovariance(*values["shape"])
+        if values["batches"] is None:
+            restored.matrix = read("matrix")
+        else:
+            restored.rows = [(read(f"source.{index}"), read(f"target.{index}")) for index in range(values["batches"])]
+        restored.source_energy, restored.target_energy = read("source_energy"), read("target_energy")
+        restored.tokens = int(values["tokens"])
+        restored.signal_dtype = getattr(torch, values["signal_dtype"])
+        return restored
+
+    def facts(self) -> dict[str, Any]:
+        """The values that `reduce` needs from every process."""
+        return {
+            "tokens": self.tokens,
+            "dtype": self.signal_dtype,
+            "energies": (float(self.source_energy), float(self.target_energy)),
+            "rows": None if self.rows is None else self.most,
+            "row_dtypes": [part.dtype for part in self.rows[0]] if self.rows else None,
+            "nbytes": self.nbytes,
+        }
+
+    def reduce(self, owner: int, facts: Sequence[Mapping[str, Any]]) -> CrossCovariance:
+        """The sum over all processes, valid in process `owner`; `facts` are those of all. Overwrites this sum."""
+        total = CrossCovariance(*self.shape, device=self.device)
+        total.tokens = sum(other["tokens"] for other in facts)
+        total.source_energy += sum(other["energies"][0] for other in facts)
+        total.target_energy += sum(other["energies"][1] for other in facts)
+        total.signal_dtype = _coarser(*(other["dtype"] for other in facts))
+        kept = self.keeps_tokens(sum(other["nbytes"] for other in facts), self.shape)
+        if kept and all(other["rows"] is not None for other in facts):
+            total.rows = self._gather(facts)
+        else:
+            total.matrix = self.matrix
+            dist.reduce(total.matrix, owner)
+        return total
+
+    def _gather(self, facts: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
+        """The kept tokens of all processes, in their order, padded since a gather needs equal sizes."""
+        lengths = [other["rows"] for other in facts]
+        if not any(lengths):
+            return []
+        dtypes = next(other["row_dtypes"] for other in facts if other["row_dtypes"])
+        sides = []
+        for side, (width, dtype) in enumerate(zip(self.shape, dtypes, strict=True)):
+            padded = torch.zeros(max(lengths), width, dtype=dtype, device=self.device)
+            start = 0
+            for pair in self.rows or ():
+                padded[start : (start := start + len(pair[side]))] = pair[side]
+            parts = [torch.empty_like(padded) for _ in lengths]
+            dist.all_gather(parts, padded)
+            sides.append([part[:length].clone() for part, length in zip(parts, lengths, strict=True) if length])
+        return list(zip(sides[0], sides[1], strict=True))
+
+
+def _drop_zeros(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Drop the tokens that are zero in either signal, which add nothing to C."""
+    alive = source.any(dim=1) & target.any(dim=1)
+    return (source, target) if bool(alive.all()) else (source[alive], target[alive])
+
+
+def _coarser(*dtypes: torch.dtype) -> torch.dtype:
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def add_product(total: Tensor, source: Tensor, target: Tensor) -> None:
+    """Add X_A^T X_B to a sum, one piece of rows at a time; its bits depend on these rows alone, not on earlier ones.
+
+    Half-precision signals are multiplied into float32 sums, exactly, by tensor cores where there are some, and added by
+    blocks of the product, so that no second matrix of the sum's size is needed.
+    """
+    halves = are_half(source.dtype, target.dtype)
+    on_cuda = source.device.type == "cuda" and torch.version.hip is None and torch.__version__ >= "2.8"
+    tensor_cores = halves and on_cuda and source.dtype == target.dtype
+    size = TENSOR_PIECE if tensor_cores else PIECE
+    if total.device.type == "cpu":
+        size = HALF_PIECE_ON_CPU if halves else PIECE_ON_CPU
+    pieces = -(-len(source) // size) or 1
+    rows = max(_block(total.device) // max(target.shape[1], 1), 1)
+    for x, y in zip(source.chunk(pieces), target.chunk(pieces), strict=True):
+        if not halves:
+            total.addmm_(x.to(total.dtype).T, y.to(total.dtype))
+            continue
+        if not tensor_cores:
+            x, y = (side.to(torch.float32, memory_format=torch.contiguous_format) for side in (x, y))
+        for start in range(0, x.shape[1], rows):
+            columns = x[:, start : start + rows].T
+            total[start : start + rows] += (
+                torch.mm(columns, y, out_dtype=torch.float32) if tensor_cores else torch.mm(columns, y)
+            )
+
+
+def _block(device: torch.device) -> int:
+    return BLOCK_ON_CPU if device.type == "cpu" else BLOCK
+
+
+def energy(signal: Tensor) -> Tensor:
+    """|X|^2, summed in float64; the rows of half-precision signals in float32."""
+    if are_half(signal.dtype):
+        size = ROWS_ON_CPU if signal.device.type == "cpu" else PIECE
+        rows = [torch.linalg.vector_norm(part.float(), dim=1) for part in signal.split(size)]
+        return torch.cat(rows).double().square().sum()
+    norm: Tensor = torch.linalg.vector_norm(signal, dtype=torch.float64)
+    return norm.square()
+
+
+def are_half(*dtypes: torch.dtype) -> bool:
+    """Whether products of such numbers are exact in float32."""
+    return all(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+
+
+def work_bytes(rows: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> int:
+    """The memory that `add_product` needs for `rows` tokens, in addition to the signals and the sum."""
+    rows = min(rows, PIECE)
+    if not are_half(dtype):
+        return 8 * rows * sum(shape)
+    return 4 * (rows * sum(shape) + min(shape[0] * shape[1], _block(device) + shape[1]))
+
+
+def rank_cut(signal_dtype: torch.dtype, sum_dtype: torch.dtype, width: int) -> float:
+    """The share of the largest singular value of C below which a direction counts as undetermined.
+
+    Two floors: rounding of the sum (width * eps of its dtype), and rounding of the signals. A direction with
+    relative amplitude a in both signals has a^2 in C, and counts while a is above the error of the signals.
+    Models amplify rounding by cancellation (a LayerNorm's backward pass leaves 1e-5, some 200 eps of float32, in a
+    direction that is exactly zero), hence (256 eps)^2. Half-precision signals are rounded once, from sums in float32:
+    (4 eps)^2. The cut of a measured C may be higher (`CrossCovariance.cut`).
+    """
+    eps = torch.finfo(signal_dtype).eps
+    return max(width * torch.finfo(sum_dtype).eps, ((256 if eps < _FINE else 4) * eps) ** 2)
+
 
 Key = tuple[str, str]  # target layer, signal
 

@@ -20,7 +20,7 @@ from ..models.base import Model
 from ..models.generation import Sampling, generate_texts
 from ..models.tokenizer import joined_text
 from ..types import Progress, ignore
-from .language import likelihood
+from .accuracy import likelihood
 
 MOST_TOKENS = 256  # of an answer
 FIRST = 32  # prompts whose answers show how long answers are

@@ -35,8 +35,7 @@ from ..models.weights import changed, finetuned
 from ..task_vectors.lora_format import PREFIX, Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
-from .accuracy import each_batch
-from .chance import LEVEL, tail
+from .accuracy import LEVEL, each_batch, tail
 from .samples import DatasetSamples, Samples
 from .signals import frozen
 from .tokens import scores_on

@@ -17,10 +17,8 @@ from ..errors import TuneportError
 from ..models.base import Model
 from ..models.heads import Head, choose_head
 from ..types import Sides
-from .accuracy import Evaluation, zero_shot
+from .accuracy import Evaluation, direction, likelihood, perplexity, share_interval, shift, zero_shot
 from .answers import is_choice, is_passages
-from .chance import direction, share_interval, shift
-from .language import likelihood, perplexity
 
 AGREES = 0.9  # a route whose agreement is above this, with certainty, ends the search
 EXACT = 5.0  # percent of written answers that the old model has right, from which on they are counted

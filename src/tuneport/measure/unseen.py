@@ -20,9 +20,8 @@ from ..data.images import files_of
 from ..errors import DataError
 from ..io.checkpoint import file_digests
 from ..models.base import Model
-from .language import usual_protocol
-from .measurement import Calibration
-from .samples import DatasetSamples
+from .accuracy import usual_protocol
+from .samples import Calibration, DatasetSamples
 
 FEWEST = 20  # samples to score, where others were left out
 PAIRED = 3  # samples of a fidelity, which correlates the cosines of their pairs

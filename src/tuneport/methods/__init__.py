@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from ..errors import MethodError, unknown_name
 from ..pairing import Kept
-from .base import LayerRecord, Method, Problem, Transfer
+from .base import Entries, LayerRecord, Method, Problem, Transfer
 from .bilinear import BilinearAlignment
 from .checks import check_method
 from .cross_lora import CrossLora
-from .entries import Entries
 from .gradfix import GradFix
 from .transfusion import TransFusion
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..errors import MethodError, first_of
+from ..layers import Layer
 from ..maps.statistics import Statistics
 from ..pairing import Kept, LayerPair, Plan
-from ..task_vectors.low_rank import LowRank
+from ..task_vectors.low_rank import Entry, LowRank, as_dense
 from ..task_vectors.vector import TaskVector
 from ..types import Signal
 
@@ -110,3 +114,124 @@ class Method(ABC):
     @abstractmethod
     def transfer(self, problem: Problem) -> Transfer:
         """Move the source's task vector to the target."""
+
+
+NOT_RUN = "its layer did not run on the calibration data"
+
+
+def matrix_of(layer: Layer, entry: Entry) -> Entry:
+    """The (out, in) matrix of a layer inside the entry of its stored weight; factors stay factors."""
+    if not isinstance(entry, LowRank):
+        return layer.matrix(entry)
+    out, in_ = (entry.in_factor.T, entry.out_factor.T) if layer.transposed else (entry.out_factor, entry.in_factor)
+    return LowRank(layer.vector(out), in_.flatten(1))
+
+
+def spectrum_of(singular_values: Tensor, width: int, points: int = 17) -> tuple[float, ...]:
+    """Singular values of a `width` wide matrix, zero-padded, at evenly spaced indices and relative to the largest.
+
+    >>> spectrum_of(torch.tensor([4.0, 2.0, 1.0]), 5, points=3)
+    (1.0, 0.25, 0.0)
+    """
+    values = torch.zeros(width, dtype=torch.float64)
+    values[: len(singular_values)] = singular_values[:width].double().cpu()
+    places = torch.linspace(0, width - 1, points, dtype=torch.float64).round().long()
+    relative = values[places] / values[0] if width and values[0] > 0 else values[places]
+    return tuple(float(f"{value:.4g}") for value in relative.tolist())
+
+
+def record_of(pair: LayerPair, tau: Entry, moved: Entry, **evidence: Any) -> LayerRecord:
+    """The record of one moved layer; a dense norm is taken in the precision of the matrix."""
+    norms = [entry.norm() if isinstance(entry, LowRank) else float(entry.norm()) for entry in (tau, moved)]
+    rank = moved.rank if isinstance(moved, LowRank) else None
+    evidence |= {"norm_source": norms[0], "norm_target": norms[1], "rank": rank}
+    return LayerRecord(pair.target.name, pair.source.name, **evidence)
+
+
+def keep_layer(layer: Layer, reason: str) -> list[Kept]:
+    """The weight and the bias of a layer as tensors that are kept."""
+    return [Kept(name, reason) for name in (layer.name, layer.bias) if name is not None]
+
+
+def bias_of(pair: LayerPair, task_vector: Mapping[str, Entry]) -> Tensor | None:
+    """The change of the source layer's bias, if both layers have one."""
+    if pair.target.bias is None or pair.source.bias is None:
+        return None
+    return pair.source.vector(as_dense(task_vector[pair.source.bias]))
+
+
+class Entries:
+    """The target's task vector while it is built layer by layer, in float32.
+
+    Layers may share a fused weight and come in any order. Their factors are joined without a product: layers with the
+    same input factor share a block of columns, others get one each.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry | list[tuple[Layer, LowRank]]] = {}
+
+    def put(self, layer: Layer, matrix: Entry) -> None:
+        """Take a layer's (out, in) matrix."""
+        held = self._entries.setdefault(layer.weight, [])
+        if isinstance(held, list) and isinstance(matrix, LowRank):
+            held.append((layer, matrix.to(torch.float32)))
+            return
+        if isinstance(held, list):  # a weight with a dense part is dense
+            self._entries[layer.weight] = torch.zeros(layer.weight_shape, device=matrix.device)
+            for part, factors in held:
+                self.put(part, factors)
+        self._store(layer, layer.weight, layer.weight_shape, as_dense(matrix))
+
+    def put_bias(self, layer: Layer, bias: Tensor) -> None:
+        """Take a layer's (out,) bias."""
+        assert layer.bias is not None
+        self._store(layer, layer.bias, (layer.stored_rows,), bias)
+
+    def put_loose(self, name: str, entry: Entry) -> None:
+        """Take a whole tensor."""
+        self._entries[name] = entry.to(torch.float32)
+
+    def task_vector(self) -> TaskVector:
+        """The entries, each with the stored shape of its tensor."""
+        entries = self._entries.items()
+        return TaskVector({name: _join_factors(part) if isinstance(part, list) else part for name, part in entries})
+
+    def _store(self, layer: Layer, name: str, shape: tuple[int, ...], values: Tensor) -> None:
+        if name not in self._entries:
+            self._entries[name] = torch.zeros(shape, device=values.device)
+        into = self._entries[name]
+        assert isinstance(into, Tensor)
+        layer.store(values.float(), into)
+
+
+def _join_factors(parts: list[tuple[Layer, LowRank]]) -> LowRank:
+    """The factors of a stored weight from those of its layers."""
+    first = parts[0][0]
+    inputs: list[Tensor] = []
+    blocks: list[Tensor] = []  # for each input factor, the out_factor of the whole weight
+    rows = first.stored_rows
+    for layer, part in parts:
+        index = next((i for i, known in enumerate(inputs) if torch.equal(known, part.in_factor)), len(inputs))
+        if index == len(inputs):
+            inputs.append(part.in_factor)
+            blocks.append(part.out_factor.new_zeros(rows, part.rank))
+        layer.store_rows(part.out_factor, blocks[index])
+    out, in_ = torch.cat(blocks, dim=1), torch.cat(inputs)
+    if first.transposed:
+        return LowRank(in_.T.contiguous(), out.T.contiguous())
+    return LowRank(out, in_.reshape(-1, *first.weight_shape[1:]))
+
+
+def check_same_shapes(plan: Plan, method: str) -> None:
+    """Refuse a plan whose layers differ in shape or depth, for methods that cannot change coordinates."""
+    shapes = {
+        pair.target.name: [(layer.out_features, layer.in_features) for layer in (pair.target, pair.source)]
+        for pair in plan.pairs
+    }
+    differing = [f"{name} {target} from {source}" for name, (target, source) in shapes.items() if target != source]
+    if differing or list(plan.source_blocks.values()) != list(plan.target_blocks.values()):
+        depths = f"blocks {dict(plan.source_blocks)} and {dict(plan.target_blocks)}"
+        raise MethodError(
+            f"{method} needs two models of one architecture; {first_of(differing, 3) or depths}. "
+            "Use bico, theseus or naive across shapes."
+        )

@@ -13,14 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..maps.completion import CoordinateMap
-from ..maps.procrustes import Alignment, MapSolver
+from ..maps.procrustes import Alignment, CoordinateMap, MapSolver
 from ..maps.statistics import Key
 from ..pairing import LayerPair, LoosePair, blocks_of
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
 from ..types import Completion, Signal
-from .base import LayerRecord, Method, Problem, Transfer
-from .entries import NOT_RUN, Entries, bias_of, keep_layer, matrix_of, record_of, spectrum_of
+from .base import (
+    NOT_RUN,
+    Entries,
+    LayerRecord,
+    Method,
+    Problem,
+    Transfer,
+    bias_of,
+    keep_layer,
+    matrix_of,
+    record_of,
+    spectrum_of,
+)
 
 Map = Tensor | CoordinateMap | None  # a fixed map, a solved map, or pad and crop
 

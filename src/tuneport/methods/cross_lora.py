@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..maps.completion import CoordinateMap
+from ..maps.procrustes import CoordinateMap
 from ..types import Signal
-from .base import Method, Problem, Transfer
+from .base import Entries, Method, Problem, Transfer, keep_layer
 from .bilinear import Map, move
-from .entries import Entries, keep_layer
 
 CUT = 1e-10  # squares of singular values up to this, relative to the largest, count as zero
 

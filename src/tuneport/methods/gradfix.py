@@ -15,8 +15,7 @@ from torch import Tensor
 from ..pairing import Plan
 from ..task_vectors.low_rank import as_dense
 from ..types import Signal
-from .base import Method, Problem, Transfer
-from .entries import NOT_RUN, Entries, bias_of, check_same_shapes, keep_layer, record_of
+from .base import NOT_RUN, Entries, Method, Problem, Transfer, bias_of, check_same_shapes, keep_layer, record_of
 
 
 @dataclass(frozen=True)

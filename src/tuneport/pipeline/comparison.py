@@ -25,11 +25,24 @@ from ..config import MeasureConfig
 from ..data.dataset import Dataset, align_labels
 from ..data.tasks import read_data
 from ..errors import DataError, TuneportError
-from ..measure.accuracy import BySample, Evaluation, check_counted, compute_features, zero_shot
-from ..measure.chance import LEAST, LEVEL, direction, share_interval, shift, tail
+from ..measure.accuracy import (
+    LEAST,
+    LEVEL,
+    BySample,
+    Evaluation,
+    check_counted,
+    compute_features,
+    direction,
+    likelihood,
+    perplexity,
+    share_interval,
+    shift,
+    tail,
+    usual_protocol,
+    zero_shot,
+)
 from ..measure.fitted_heads import before_port, is_bare
-from ..measure.language import likelihood, perplexity, usual_protocol
-from ..measure.measurement import Calibration
+from ..measure.samples import Calibration
 from ..measure.unseen import Unseen
 from ..models.base import Model
 from ..models.change import Change, is_whole

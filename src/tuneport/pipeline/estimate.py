@@ -14,9 +14,8 @@ from ..config import DistillConfig, MeasureConfig, PlanConfig, PlanInputs, Trans
 from ..data.tasks import read_data
 from ..errors import MethodError, TuneportError
 from ..measure.fitted_heads import is_bare
-from ..measure.measurement import Calibration, Limits, Measurement
 from ..measure.objectives import TokenLoss, forward_only
-from ..measure.samples import UserBatches
+from ..measure.samples import Calibration, Limits, Measurement, UserBatches
 from ..methods import Method, get_method, name_of
 from ..models.base import Model
 from ..models.change import every_layer, is_whole

@@ -16,9 +16,16 @@ from ..data.tasks import read_data
 from ..errors import CheckpointError, OptionError, TuneportError
 from ..io.checkpoint import read_record
 from ..io.hub import local
-from ..measure.accuracy import Evaluation, check_counted, linear_probe, zero_shot
+from ..measure.accuracy import (
+    Evaluation,
+    check_counted,
+    likelihood,
+    linear_probe,
+    perplexity,
+    usual_protocol,
+    zero_shot,
+)
 from ..measure.fitted_heads import labelling_by, renamed_classes
-from ..measure.language import likelihood, perplexity, usual_protocol
 from ..models.base import Model
 from ..models.change import change_of, is_task_vector, opened, stated_base
 from ..models.generation import Prompt, Sampling, Written, generate_texts

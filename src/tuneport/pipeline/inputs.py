@@ -24,11 +24,10 @@ from torch import Tensor
 from ..config import Config, MeasureConfig
 from ..data.dataset import DEFAULT_SAMPLES, align_labels
 from ..errors import CheckpointError
-from ..measure.chance import LEAST, LEVEL, direction, tail
+from ..measure.accuracy import LEAST, LEVEL, direction, tail
 from ..measure.fitted_heads import labelling_by, renamed_classes, scores_by, take_head, with_heads
-from ..measure.measurement import Calibration
 from ..measure.objectives import TokenLoss
-from ..measure.samples import DatasetSamples
+from ..measure.samples import Calibration, DatasetSamples
 from ..measure.signals import frozen
 from ..methods import Method, name_of
 from ..models.base import Model, ModelLike

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config import MeasureConfig
 from ..errors import PairingError, first_of
 from ..layers import Layer, LooseTensor
-from ..methods.entries import matrix_of
+from ..methods.base import matrix_of
 from ..models.base import MIXTURE, Model
 from ..models.change import Change
 from ..models.vocabulary import AddedTokens

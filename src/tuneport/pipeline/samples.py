@@ -22,9 +22,8 @@ from ..errors import DataError, TuneportError
 from ..io.hub import nearest_path
 from ..measure.accuracy import compute_features
 from ..measure.fitted_heads import agreement, answers_by_name, labelled_by, scores_by, scores_of_labels, with_scores
-from ..measure.measurement import Calibration, samples_at_once
 from ..measure.objectives import Objective, check_objective, choose_objective, forward_only, load_loss
-from ..measure.samples import DatasetSamples, Samples, UserBatches, by_length
+from ..measure.samples import Calibration, DatasetSamples, Samples, UserBatches, by_length, samples_at_once
 from ..measure.signals import NEEDS_BACKWARD, OUTPUT_GRADIENT
 from ..models.base import Model
 from ..models.change import Change

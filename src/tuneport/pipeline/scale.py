@@ -35,11 +35,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..data.choices import each_answer, fewer_choices
 from ..data.dataset import UNLABELLED, with_prompts
-from ..measure.batches import PairedBatch
+from ..measure.capture import PairedBatch
 from ..measure.fitted_heads import fitted
-from ..measure.measurement import Calibration, Measurement
 from ..measure.objectives import HeadLoss, TokenLoss, batch_for, questions_at_once
-from ..measure.samples import DatasetSamples, Samples
+from ..measure.samples import Calibration, DatasetSamples, Measurement, Samples
 from ..measure.signals import frozen
 from ..methods import Transfer
 from ..models.base import Model

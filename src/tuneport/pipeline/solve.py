@@ -18,11 +18,9 @@ from torch import Tensor
 
 from ..errors import TuneportError
 from ..maps.statistics import Statistics
-from ..measure.batches import move_batch
-from ..measure.capture import Request, measure_pairs
+from ..measure.capture import Request, measure_pairs, move_batch
 from ..measure.fitted_heads import measuring
-from ..measure.measurement import Measurement
-from ..measure.samples import Samples
+from ..measure.samples import Measurement, Samples
 from ..measure.signals import INPUT, WEIGHT_GRADIENT
 from ..measure.tokens import TokenLimit
 from ..methods import Method, Problem, Transfer

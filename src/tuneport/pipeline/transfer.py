@@ -16,8 +16,8 @@ from torch import Tensor
 from ..config import MeasureConfig, TransferConfig
 from ..errors import MethodError, first_of
 from ..measure.fitted_heads import fit_head, with_teacher_scores
-from ..measure.measurement import Calibration, Limits, Measurement
 from ..measure.objectives import TokenLoss
+from ..measure.samples import Calibration, Limits, Measurement
 from ..methods import LayerRecord, Method, Transfer, get_method, name_of
 from ..models.base import Model, ModelLike
 from ..models.change import Change, Finetuned

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ..errors import TuneportError
 from ..io.sizes import format_bytes, free_memory
-from ..measure.measurement import Measurement
+from ..measure.samples import Measurement
 from ..measure.signals import NEEDS_BACKWARD
 from ..methods import Method, name_of
 from ..models.offload import Placement, block_paths, sizes

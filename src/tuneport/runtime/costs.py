@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..data.dataset import UNLABELLED
-from ..measure.measurement import Measurement
-from ..measure.samples import DatasetSamples
+from ..measure.samples import DatasetSamples, Measurement
 from ..models.base import Model
 from ..pairing import LayerPair
 from ..types import Sides

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..errors import TuneportError
-from ..maps.covariance import CrossCovariance
-from ..maps.statistics import Statistics, WeightGradient
+from ..maps.statistics import CrossCovariance, Statistics, WeightGradient
 from ..measure.samples import Samples
 from ..methods import Method, Problem, Transfer
 from ..pairing import Plan, blocks_of

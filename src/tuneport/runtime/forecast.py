@@ -22,14 +22,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TuneportError
-from ..maps.completion import completes_thin
-from ..maps.covariance import CrossCovariance, work_bytes
 from ..maps.polar import together_bytes
-from ..maps.procrustes import held_bytes
-from ..maps.statistics import Key
-from ..measure.batches import PairedBatch, move_batch, split_batch
-from ..measure.capture import Request, measure_pairs
-from ..measure.measurement import Measurement
+from ..maps.procrustes import completes_thin, held_bytes
+from ..maps.statistics import CrossCovariance, Key, work_bytes
+from ..measure.capture import PairedBatch, Request, measure_pairs, move_batch, split_batch
+from ..measure.samples import Measurement
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
 from ..pairing import LayerPair

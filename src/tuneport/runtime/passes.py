@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..io.sizes import free_memory
-from ..maps.covariance import CrossCovariance
-from ..measure.measurement import Measurement
+from ..maps.statistics import CrossCovariance
+from ..measure.samples import Measurement
 from ..models.offload import Placement
 from ..pairing import LayerPair, blocks_of
 from ..processes import from_all

@@ -25,8 +25,7 @@ from ..io.checkpoint import digest_of, open_checkpoint
 from ..io.output import new_file
 from ..io.tensors import describe
 from ..io.weight_file import write_safetensors
-from ..maps.covariance import CrossCovariance
-from ..maps.statistics import Statistics, WeightGradient
+from ..maps.statistics import CrossCovariance, Statistics, WeightGradient
 
 FORMAT = "tuneport-statistics"
 VERSION = "3"

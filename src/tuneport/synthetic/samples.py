@@ -20,8 +20,8 @@ from ..data.chat import prompt_of
 from ..data.choices import candidates_of, with_answers
 from ..data.dataset import Dataset
 from ..errors import DataError, TuneportError
+from ..measure.accuracy import answer_likelihoods, perplexity
 from ..measure.answers import is_choice, is_passages, written_answers
-from ..measure.language import answer_likelihoods, perplexity
 from ..measure.objectives import batch_for
 from ..models.base import Model
 from ..types import Chat, Events
