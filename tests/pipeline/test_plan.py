@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from torch import nn
 
 from builders.folders import SAMPLES, Zoo, cross, edit_weights
 from builders.runs import prepare
-from tuneport.errors import CheckpointError, PairingError
+from tuneport.errors import CheckpointError, MethodError, PairingError
+from tuneport.pipeline.estimate import check_same_shapes
 from tuneport.pipeline.transfer import transfer
+from tuneport.types import Sides
 
 
 class TestExclude:
@@ -82,3 +85,18 @@ class TestUnlike:
         for method in ("naive", "theseus"):
             plan = prepare(source, tuned, target, [], signals=method, loss=lambda *_: torch.zeros(())).plan
             assert [pair.target.weight for pair in plan.pairs] == ["proj.weight"]
+
+
+def test_tensors_that_cannot_be_copied_are_counted_by_their_reason(zoo: Zoo) -> None:
+    """Into a shallower model: whole blocks are missing, which is no matter of shape."""
+    setup = prepare(*zoo.trio("vit"), zoo.data, samples=SAMPLES).setup
+    target = setup.models.target
+    shallow = copy.deepcopy(target.module)
+    del shallow.vit.layers[1:]  # type: ignore[attr-defined]
+    models = Sides(setup.models.source, replace(target, module=shallow))
+    names = [name for name in setup.change.vector if name not in dict(shallow.named_parameters())]
+    assert 0 < len(names) < len(setup.change.vector)
+    words = rf"^of {len(setup.change.vector)} changed tensors, {len(names)} are of layers .* \({names[0]}, .*"
+    words += rf"and {len(setup.change.vector) - len(names)} have another shape there \("
+    with pytest.raises(MethodError, match=words):
+        check_same_shapes(replace(setup, models=models))

@@ -12,7 +12,7 @@ import torch
 
 from ..config import DistillConfig, MeasureConfig, PlanConfig, PlanInputs, TransferConfig, UpgradeConfig
 from ..data.tasks import read_data
-from ..errors import MethodError, TuneportError
+from ..errors import MethodError, TuneportError, first_of
 from ..measure.fitted_heads import is_bare
 from ..measure.objectives import TokenLoss, forward_only
 from ..measure.samples import Calibration, Limits, Measurement, UserBatches
@@ -112,10 +112,14 @@ def planned_routes(setup: Setup, own: int) -> dict[str, dict[str, Any]]:
 def check_same_shapes(setup: Setup) -> None:
     """Refuse to copy a change between models of other shapes."""
     parameters = dict(setup.models.target.module.named_parameters())
-    vector = setup.change.vector
-    wrong = [name for name in vector if name not in parameters or vector.shape(name) != tuple(parameters[name].shape)]
-    if wrong:
-        raise MethodError(f"{len(wrong)} of {len(vector)} changed tensors have another shape in the target")
+    vector, said = setup.change.vector, []
+    shared = [name for name in vector if name in parameters]
+    if lacking := [name for name in vector if name not in parameters]:
+        said.append(f"{len(lacking)} are of layers that the target does not have ({first_of(lacking, 2)})")
+    if other := [name for name in shared if vector.shape(name) != tuple(parameters[name].shape)]:
+        said.append(f"{len(other)} have another shape there ({first_of(other, 2)})")
+    if said:
+        raise MethodError(f"of {len(vector)} changed tensors, {' and '.join(said)}")
 
 
 def describe(setup: Setup, config: MeasureConfig, *, tested: int = 0) -> dict[str, Any]:
