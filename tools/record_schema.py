@@ -253,6 +253,7 @@ class RouteEntry(TypedDict):
     name: str
     score: float | None
     agreement: Annotated[float | None, Keywords(description="Percent of samples answered as by the old model.")]
+    interval: Annotated[list[float] | None, Keywords(description="The ends of the 95 % interval of the agreement.")]
     flips: Annotated[int | None, Keywords(description="Samples that the old model has right, and this one wrong.")]
     neutral: Annotated[float | None, Keywords(description="Percent by which the loss on neutral text is higher.")]
     seconds: Seconds

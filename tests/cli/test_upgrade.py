@@ -108,7 +108,7 @@ def test_the_output_has_the_table_and_the_disagreements(
     assert "note: the target is the source: an upgrade can bring nothing but the old model" in done.err
     assert [row["name"] for row in record["routes"]][:3] == ["old", "target", "copy"]
     assert (place / "out" / "disagreements.jsonl").read_text() == ""  # it agrees on all
-    assert "as the old, %" in (place / "out" / "report.html").read_text()
+    assert "agreement, %" in (place / "out" / "report.html").read_text()
     assert repeat_command(record) == shlex.join(["tuneport", "upgrade", *map(str, words), "--out", str(place / "out")])
     again = run("upgrade", *words, "--out", place / "out")
     assert again.code == 1
@@ -158,6 +158,7 @@ def test_labels_of_the_data_are_neither_needed_nor_used(zoo: Zoo, tmp_path: Path
 
 
 def test_what_is_said_of_a_route_names_options_as_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"name": "synthetic", "score": None, "agreement": None, "flips": None, "neutral": None, "seconds": 0.0}
+    row = {"name": "synthetic", "score": None, "agreement": None, "interval": None, "flips": None, "neutral": None}
+    row |= {"seconds": 0.0, "memory": None}
     print_routes({"routes": [{**row, "note": "name a model with `generator`."}], "chosen": None})
     assert "synthetic: name a model with --generator." in capsys.readouterr().out

@@ -21,7 +21,6 @@ from tuneport.fleet import workers as working
 from tuneport.fleet.lines import Line, ListError
 from tuneport.fleet.summary import Row, earlier_rows, fleet_of
 from tuneport.fleet.workers import Desk
-from tuneport.report.page import render
 
 
 class Here:
@@ -172,11 +171,16 @@ def test_rows_are_sorted_by_what_needs_a_look() -> None:
 
 
 def test_the_page_escapes_what_it_shows() -> None:
-    summary = fleet_of(Path("out"), [row(1, "failed", note="<script>alert(1)</script>")]).to_json()
-    page = render("fleet.html.jinja", summary=summary)
+    page = fleet_of(Path("out"), [row(1, "failed", note="<script>alert(1)</script>")]).page()
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert "1 failed" in page
+
+
+def test_the_page_has_no_column_without_a_value() -> None:
+    found = [fleet_of(Path("out"), [row(1, "written", flips)]).page() for flips in (None, 3)]
+    assert ["flips</th>" in page for page in found] == [False, True]
+    assert "old score</th>" not in found[0]
 
 
 @pytest.mark.parametrize(

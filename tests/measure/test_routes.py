@@ -52,6 +52,11 @@ class TestChoose:
         assert judge.choose(rows) == "distill"
         assert judge.choose(rows[:3]) is None
 
+    def test_an_agreement_has_an_interval(self) -> None:
+        """Wilson's, of 57 of 60; the old model agrees with itself for certain."""
+        assert row("copy", 3).row()["interval"] == pytest.approx([86.3, 98.3], abs=0.05)
+        assert row("old", 0).row()["interval"] is None
+
     @pytest.mark.parametrize(("wrong", "ends"), [(0, True), (3, False), (5, False), (20, False)])
     def test_only_a_certain_agreement_ends_the_search(self, judge: RouteJudge, wrong: int, ends: bool) -> None:
         """57 of 60 are 95 %, and below 90 % within what chance allows."""

@@ -502,20 +502,23 @@ class TestChromium:
 
 def test_the_routes_of_an_upgrade_fit_a_narrow_page(record: dict[str, Any]) -> None:
     """Reasons are sentences below the table, a chosen route is a gain, and an empty column is left out."""
-    empty = {"score": None, "agreement": None, "flips": None, "neutral": None, "seconds": 0.0, "memory": None}
+    empty = dict.fromkeys(("score", "agreement", "interval", "flips", "neutral", "memory")) | {"seconds": 0.0}
     routes = [{"name": "copy", **empty, "note": "72 tensors have another shape"}, {"name": "port", **empty, "note": ""}]
     page = report_page({**record, "outcome": "not measured", "routes": routes, "chosen": "port", "decision": "port"})
     found = page.partition("route</th>")[2].partition("</table>")[0]
-    assert "memory" not in found
-    assert "neutral" not in found
+    assert re.findall(r">([\w, %]+)</th>", f"route</th>{found}") == ["seconds"]
+    assert "Flips" not in page
     assert "another shape" not in found
     assert '<p class="soft">copy: 72 tensors have another shape.</p>' in page
     assert "<td>port <small>chosen</small></td>" in found
     assert '<section class="answer good"' in page
-    more = report_page({**record, "routes": [{**routes[1], "memory": 2**30, "neutral": 1.5}], "chosen": None})
+    full = {"memory": 2**30, "neutral": 1.5, "flips": 2, "agreement": 93.33, "interval": [84.07, 97.38]}
+    more = report_page({**record, "routes": [{**routes[1], **full}], "chosen": None})
     found = more.partition("route</th>")[2].partition("</table>")[0]
     assert "memory</th>" in found
     assert "neutral, %</th>" in found
+    assert "93.3 (84.1 to 97.4)</td>" in found
+    assert "Flips" in more
 
 
 def test_a_check_without_a_sentence_has_no_row(record: dict[str, Any]) -> None:

@@ -39,14 +39,10 @@ def upgrade(inputs: UpgradeInputs, config: UpgradeConfig, json: bool) -> None:
 
 def print_routes(record: Mapping[str, Any]) -> None:
     """Print the table of routes, without columns that are empty, and then what there is to say of each."""
-    forms = {"score": ".4g", "agreement": ".1f", "flips": "d", "neutral": "+.1f", "seconds": ".1f"}
-    known = [key for key in forms if any(row[key] is not None for row in record["routes"])]
-    rows = []
-    for row in record["routes"]:
-        name = f"{row['name']} (chosen)" if row["name"] == record["chosen"] else row["name"]
-        rows.append([name, *("" if row[key] is None else format(row[key], forms[key]) for key in known)])
-    units = {"agreement": "agreement, %", "neutral": "neutral, %"}
-    show(rows, "route", *(units.get(key, key) for key in known))
+    from ..report.summary import route_table
+
+    heads, rows = route_table(record)
+    show([[f"{name} (chosen)" if name == record["chosen"] else name, *row] for name, *row in rows], *heads)
     for row in record["routes"]:
         if row["note"]:
             say(f"{row['name']}: {as_options(row['note'])}", prose=True)
@@ -65,13 +61,8 @@ def _upgrade_list(inputs: UpgradeInputs, config: UpgradeConfig, json: bool) -> N
     if json:
         emit_json(fleet.to_json())
     else:
-        rows = []
-        for row in fleet.rows:
-            scores = ["" if score is None else f"{score:.4g}" for score in (row.old, row.new)]
-            more = [row.route or row.status, "" if row.flips is None else str(row.flips)]
-            seconds = "" if row.seconds is None else f"{row.seconds:.1f}"
-            rows.append([fleet.name(row), *scores, *more, seconds, as_options(row.note)])
-        show(rows, "adapter", "old", "new", "route", "flips", "seconds", "", fold=True)
+        heads, rows = fleet.table()
+        show([[*row[:-1], as_options(row[-1])] for row in rows], *heads, fold=True)
         say(fleet.headline)
         say(f"report: {Path(inputs.out, PAGE)}")
     if fleet.count("failed"):

@@ -17,12 +17,22 @@ from ..io.checkpoint import read_json
 from ..io.output import new_file
 from ..report.page import render
 from ..report.record import to_json
+from ..report.summary import table_of
 from .lines import Line
 
 FORMAT = "tuneport-fleet"
 TABLE, PAGE = "summary.json", "summary.html"
 LARGEST = 10**8  # bytes of a table
 Status = Literal["failed", "kept", "written"]
+COLUMNS = {
+    "adapter": ("name", ""),
+    "old score": ("old", ".4g"),
+    "new score": ("new", ".4g"),
+    "route": ("route", ""),
+    "flips": ("flips", "d"),
+    "seconds": ("seconds", ".1f"),
+    "decision or error": ("note", ""),
+}
 ORDER: tuple[Status, ...] = ("failed", "kept", "written")
 
 
@@ -99,11 +109,21 @@ class Fleet:
         about = {"format": FORMAT, "tuneport": __version__, "headline": self.headline, "seconds": self.seconds}
         return {**about, **counts, "rows": rows}
 
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The heads and the rows of the table; the last column has the decision or the error."""
+        rows = [{**asdict(row), "name": self.name(row), "route": row.route or row.status} for row in self.rows]
+        return table_of(rows, COLUMNS)
+
+    def page(self) -> str:
+        """The table as a page."""
+        heads, rows = self.table()
+        return render("fleet.html.jinja", summary=self.to_json(), heads=heads, rows=rows)
+
     def write(self) -> None:
         """Write the table and the page."""
         for name, text in (
             (TABLE, to_json(self.to_json()) + "\n"),
-            (PAGE, render("fleet.html.jinja", summary=self.to_json())),
+            (PAGE, self.page()),
         ):
             with new_file(self.folder / name, overwrite=True) as file:
                 file.write_text(text, encoding="utf-8")

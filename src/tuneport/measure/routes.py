@@ -20,7 +20,7 @@ from ..types import Sides
 from .accuracy import Evaluation, direction, likelihood, perplexity, share_interval, shift, zero_shot
 from .answers import is_choice, is_passages
 
-AGREES = 0.9  # a route whose agreement is above this, with certainty, ends the search
+AGREES = 90.0  # percent: a route whose agreement is above this, with certainty, ends the search
 EXACT = 5.0  # percent of written answers that the old model has right, from which on they are counted
 
 
@@ -39,10 +39,20 @@ class RouteScore:
     own: Evaluation | None = None  # the evaluation by the data's own written answers
     note: str = ""  # why a route was not tried, or not taken
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the agreement, in percent; none for the old model, which agrees with itself."""
+        if self.agreement is None or self.found is None or self.name == "old":
+            return None
+        count = self.found.samples
+        low, high = share_interval(round(self.agreement * count / 100), count)
+        return 100 * low, 100 * high
+
     def row(self) -> dict[str, Any]:
         """For the record."""
-        keys = ("name", "score", "agreement", "flips", "neutral", "seconds", "memory", "note")
-        return {key: getattr(self, key) for key in keys}
+        keys = ("name", "score", "agreement", "interval", "flips", "neutral", "seconds", "memory", "note")
+        ends = None if self.interval is None else [round(end, 3) for end in self.interval]
+        return {**{key: getattr(self, key) for key in keys}, "interval": ends}
 
 
 @dataclass
@@ -129,10 +139,7 @@ class RouteJudge:
 
     def agrees(self, row: RouteScore) -> bool:
         """Whether a model agrees with the old one, with certainty."""
-        if row.agreement is None or row.found is None:
-            return False
-        count = row.found.samples
-        return share_interval(round(row.agreement * count / 100), count)[0] >= AGREES
+        return row.interval is not None and row.interval[0] >= AGREES
 
     def choose(self, rows: list[RouteScore]) -> str | None:
         """The route that is nearest to the old model, if it is clearly better than the target as it is."""

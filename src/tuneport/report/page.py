@@ -18,11 +18,19 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from ..io.sizes import format_bytes
 from .answer import answer_of
 from .plots import Figure, Number, curves, is_finite, tracks
 from .record import Record
-from .summary import LAYER_COLUMNS, kept_rows, layer_rows, left_shares, number_text, repeat_command, summary_rows
+from .summary import (
+    LAYER_COLUMNS,
+    kept_rows,
+    layer_rows,
+    left_shares,
+    number_text,
+    repeat_command,
+    route_table,
+    summary_rows,
+)
 
 Layers = Sequence[Mapping[str, Any]]
 FLOOR = 1e-6  # the smallest singular value that a curve shows, relative to the largest
@@ -49,6 +57,7 @@ def report_page(record: Record) -> str:
         layer_columns=list(LAYER_COLUMNS.values()),
         layer_rows=layer_rows(record),
         kept_rows=kept_rows,
+        route_table=route_table,
         command=repeat_command(record),
         distilled_curves=_distilled_curves(record.get("distilled")),
     )
@@ -120,7 +129,7 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters |= {"number": number_text, "bytes": lambda size: "" if size is None else format_bytes(size)}
+_ENVIRONMENT.filters["number"] = number_text
 
 
 def _layer_maps(layers: Layers) -> list[Figure]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import config as options
 from ..errors import TuneportError
+from ..io.sizes import format_bytes
 from .record import Record
 
 SCORE_FORMS = {"accuracy": (".1f", " %"), "bits per character": (".3f", ""), "fidelity": (".3f", "")}
@@ -153,6 +154,44 @@ def label_words(record: Record) -> str:
         return ""
     share = "" if found["agreement"] is None else f", {100 * found['agreement']:.0f} % as in the data"
     return f"labelled by the fine-tuned source{share}"
+
+
+def table_of(
+    rows: Sequence[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]
+) -> tuple[list[str], list[list[str]]]:
+    """The heads and the rows of a table; `columns` names the key and the form of each.
+
+    Columns without a value are left out.
+    """
+    cells = {
+        head: ["" if row[key] is None else format(row[key], form) for row in rows]
+        for head, (key, form) in columns.items()
+    }
+    shown = {head: column for head, column in cells.items() if any(column) or not rows}
+    return [*shown], [list(row) for row in zip(*shown.values(), strict=True)]
+
+
+ROUTE_COLUMNS = {
+    "route": ("name", ""),
+    "score": ("score", ".4g"),
+    "agreement, %": ("agreement", ""),
+    "flips": ("flips", "d"),
+    "neutral, %": ("neutral", "+.1f"),
+    "seconds": ("seconds", ".1f"),
+    "memory": ("memory", ""),
+}
+
+
+def route_table(record: Record) -> tuple[list[str], list[list[str]]]:
+    """The heads and the rows of the table of routes; the first column has their names."""
+    rows = []
+    for row in record["routes"]:
+        agreement, memory = number_text(row["agreement"], ".1f"), row["memory"]
+        if row["interval"] is not None:
+            agreement += " ({:.1f} to {:.1f})".format(*row["interval"])
+        said = {"agreement": None if row["agreement"] is None else agreement}
+        rows.append({**row, **said, "memory": None if memory is None else format_bytes(memory)})
+    return table_of(rows, ROUTE_COLUMNS)
 
 
 LAYER_COLUMNS = {
