@@ -10,7 +10,7 @@ from PIL import Image
 from paper import files, recipe
 from tuneport.data import arrow, dataset, images, npz, rows
 from tuneport.fleet import lines
-from tuneport.io import checkpoint, untrusted, weight_file
+from tuneport.io import checkpoint, untrusted
 from tuneport.models import families, outline
 from tuneport.models.families import huggingface_vision as vision
 from tuneport.report import provenance
@@ -40,9 +40,9 @@ LIMITS = {
     "lists of images of a known task": (mb(files._LARGEST_LIST), f"{files.MOST_COLUMNS:,} columns"),
     "an image": (f"{Image.MAX_IMAGE_PIXELS:,} pixels", f"{images.LARGEST_RATIO} times the other"),
     "a safetensors file": (
-        mb(weight_file._LARGEST_HEADER),
+        mb(checkpoint._LARGEST_HEADER),
         f"{VALUES} of header",
-        f"{weight_file._MOST_DIMENSIONS} dimensions",
+        f"{checkpoint._MOST_DIMENSIONS} dimensions",
     ),
     "a pickle (`.bin`, `.pt`)": (
         mb(untrusted.LARGEST_PICKLE),

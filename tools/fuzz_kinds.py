@@ -49,7 +49,7 @@ from tuneport import TuneportError, cli, extract
 from tuneport.data import arrow, npz, rows
 from tuneport.data.formats import read_plain
 from tuneport.io.checkpoint import open_checkpoint, read_json
-from tuneport.io.validate import check_finite
+from tuneport.io.tensors import check_finite
 from tuneport.maps.statistics import CrossCovariance, Statistics
 from tuneport.models.chat import render_chat
 from tuneport.models.families import open_tokenizer

@@ -19,9 +19,8 @@ from .data.dataset import count_drawn
 from .data.formats import check_start, suffixes
 from .data.tasks import get_task, read_data
 from .errors import CheckpointError, DataError, OptionError, TuneportError, first_of, printable, shortened, unknown_name
-from .io.hub import looks_like_hub_id, nearest_path, why_unknown
 from .io.output import check_new_file, check_new_folder
-from .io.places import ACCEPTED, CONFIG, why_no_adapter, why_no_model
+from .io.places import ACCEPTED, CONFIG, looks_like_hub_id, nearest_path, why_no_adapter, why_no_model, why_unknown
 from .types import FILE_FORMATS, Split
 
 # The names that heavy modules register.

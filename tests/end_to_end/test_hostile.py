@@ -28,7 +28,7 @@ from tuneport.data import npz, rows
 from tuneport.data.formats import read_plain
 from tuneport.errors import CaptureError, CheckpointError, DataError, reraised
 from tuneport.io.checkpoint import open_checkpoint
-from tuneport.io.validate import check_finite
+from tuneport.io.tensors import check_finite
 from tuneport.measure.capture import Request, measure_pairs
 from tuneport.models.heads import read_head
 from tuneport.models.open import open_model, outline_model

@@ -20,10 +20,9 @@ import tuneport.io.checkpoint as module
 from builders.weights import assert_same, error_of
 from tuneport.config import parse_bytes
 from tuneport.errors import TuneportError
-from tuneport.io.checkpoint import file_digests, open_checkpoint, read_json, write_checkpoint
-from tuneport.io.tensors import LazyTensors, TensorSpec, UnknownTensorError, describe
-from tuneport.io.validate import same_structure
-from tuneport.io.weight_file import SafetensorsFile
+from tuneport.io.checkpoint import SafetensorsFile, open_checkpoint, read_json, write_checkpoint
+from tuneport.io.fingerprint import file_digests
+from tuneport.io.tensors import LazyTensors, TensorSpec, UnknownTensorError, describe, same_structure
 
 
 @pytest.fixture(scope="module")

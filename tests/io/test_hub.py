@@ -11,7 +11,7 @@ from benchmarks.common import run_comparison
 from builders.folders import Zoo, load
 from paper.recipe import make_recipe
 from tuneport.errors import CheckpointError, DataError
-from tuneport.io.hub import hub_name, local, looks_like_hub_id
+from tuneport.io.places import hub_name, local, looks_like_hub_id
 from tuneport.models.open import open_model
 from tuneport.pipeline.arithmetic import extract
 from tuneport.pipeline.transfer import transfer

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from builders.weights import assert_same, error_of, many_kinds
-from tuneport.io.checkpoint import open_checkpoint
+from tuneport.io.checkpoint import open_checkpoint, write_safetensors
 from tuneport.io.tensors import describe
-from tuneport.io.weight_file import write_safetensors
 
 
 @pytest.fixture

@@ -396,7 +396,7 @@ class TestRunning:
 
     def test_path_like_a_hub_id_is_made(self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr("tuneport.io.hub._fetch", lambda *_: pytest.fail("fetched"))
+        monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("fetched"))
         places = {"source": "zoo/a", "target": "zoo/a2", "data": "data/images/{task}.npz"}
         content = TestReading().content(**{key: str(root / path) for key, path in places.items()})
         content |= {"finetune": {"steps": 1}, "methods": ["naive"], "scales": ["1"]}

@@ -17,8 +17,7 @@ import tuneport.task_vectors.vector as module
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.io.checkpoint import open_checkpoint, write_checkpoint
 from tuneport.io.output import new_folder
-from tuneport.io.tensors import LazyMapping, describe
-from tuneport.io.validate import check_finite
+from tuneport.io.tensors import LazyMapping, check_finite, describe
 from tuneport.task_vectors.low_rank import LowRank
 from tuneport.task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import DataError, unknown_name
-from ..io.hub import nearest_path
+from ..io.places import nearest_path
 from ..io.untrusted import check_regular
 from ..types import Split
 from .arrow import read_parquet, read_saved

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_origin
 from ..checks import check_command
 from ..config import Declared, Option, TransferInputs, UpgradeConfig, UpgradeInputs
 from ..errors import DataError, OptionError, TuneportError, printable, shortened, unknown_name
-from ..io.hub import nearest_path
+from ..io.places import nearest_path
 from ..io.untrusted import check_regular, parse_json
 
 LARGEST = 10**7  # bytes of a list

@@ -18,8 +18,8 @@ from typing import Any
 
 from ..config import TransferInputs, UpgradeConfig, UpgradeInputs
 from ..errors import CheckpointError, TuneportError, brief
-from ..io.hub import hub_name
 from ..io.output import claimed
+from ..io.places import hub_name
 from ..outputs import OUTPUTS
 from ..task_vectors.lora_write import AdapterForm
 from ..types import Events

@@ -1,34 +1,49 @@
 """The weights of a model on disk, in one file or in shards with an index: read lazily, written as a stream.
 
-Opening reads headers only; an index cannot point outside its folder. Every failure is one CheckpointError.
+Opening reads headers only; an index cannot point outside its folder; a pickle never runs code. A file that vanished or
+changed since it was opened is an error, not a wrong tensor. Every failure is one CheckpointError.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import pickle
 import re
-import time
-from collections.abc import Iterable, Mapping
-from functools import lru_cache
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ..config import parse_bytes
-from ..errors import CheckpointError, brief, first_of
+from ..errors import CheckpointError, brief, first_of, reraised, shortened
 from .output import RECORD, PathLike, sync
-from .tensors import LazyTensors, Tensors, describe
-from .untrusted import check_regular, parse_json
-from .weight_file import WeightFile, open_weights, write_safetensors
+from .tensors import LazyTensors, Tensors, TensorSpec, describe
+from .untrusted import check_pickle, check_regular, parse_json
 
 LARGEST_JSON = 20 * 10**6  # bytes of a configuration
-SETTLED = 2 * 10**9  # nanoseconds after its last change, from which on a file shows a further one
 LARGEST_INDEX = 10**8  # bytes of an index or a run record
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("model.safetensors", _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")  # as transformers looks
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_LARGEST_HEADER = 25 * 10**6  # bytes
+_MOST_DIMENSIONS = 64  # of a tensor in torch
+
+# In the order in which safetensors ranks them: its files store the last of them first.
+_DTYPE_NAMES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32",
+    "F32": "float32", "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
+}  # fmt: skip
+_DTYPES: dict[str, torch.dtype] = {c: getattr(torch, name) for c, name in _DTYPE_NAMES.items() if hasattr(torch, name)}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_RANK = {dtype: rank for rank, dtype in enumerate(_CODES)}
 
 
 class Checkpoint(LazyTensors):
@@ -65,70 +80,40 @@ class Checkpoint(LazyTensors):
 
 
 def open_checkpoint(path: PathLike) -> Checkpoint:
-    """Open a weight file or a model folder, reading headers only: safetensors, or pickles that hold only tensors."""
+    """Open a weight file or a model folder: safetensors, or pickles that hold only tensors."""
     path = Path(path)
-    if path.is_dir():
-        weights = _weights_in(path)
-        if weights.name.endswith(".index.json"):
-            return Checkpoint(path, _open_index(weights))
-    elif path.exists():
-        weights = path
-    else:
+    if not path.exists():
         raise CheckpointError(f"{path} does not exist. Expected a model folder or a .safetensors file.")
-    file = open_weights(weights)
+    weights = _weights_in(path) if path.is_dir() else path
+    if weights.name.endswith(".index.json") and path.is_dir():
+        return Checkpoint(path, _open_index(weights))
+    file = _open_file(weights)
     return Checkpoint(path, dict.fromkeys(file.specs, file))
 
 
 def _weights_in(folder: Path) -> Path:
-    """Choose the weight file or index of a model folder, as from_pretrained would."""
+    """The weight file or index of a model folder, as from_pretrained would choose it."""
     for name in _WEIGHTS:
         if (folder / name).is_file():
             return folder / name
-    if (folder / "adapter_config.json").is_file():
-        raise CheckpointError(f"{folder} is an adapter, not a model. Give a model folder, or merge it first.")
     found = sorted(folder.glob("*.safetensors"))
-    if len(found) == 1:
+    if (folder / "adapter_config.json").is_file():
+        wrong = "is an adapter, not a model. Give a model folder, or merge it first."
+    elif len(found) == 1:
         return found[0]
-    if found:
+    elif found:
         names = first_of(file.name for file in found)
-        raise CheckpointError(
-            f"{folder} holds {len(found)} safetensors files and no {_INDEX}: {names}. "
-            "Give one of the files, or add the index."
+        wrong = (
+            f"holds {len(found)} safetensors files and no {_INDEX}: {names}. Give one of the files, or add the index."
         )
-    if (folder / "config.json").is_file():
-        expected = f"expected one of {', '.join(_WEIGHTS)}"
-        raise CheckpointError(f"{folder} has a config.json but no weights: {expected}. Download or save it again.")
-    raise CheckpointError(
-        f"{folder} is not a model: no config.json or safetensors in it. "
-        "Give the folder that save_pretrained wrote, or a .safetensors file."
-    )
-
-
-def read_json(path: Path, what: str, limit: int = LARGEST_JSON) -> Any:
-    """Read a JSON file of at most `limit` bytes, or raise a CheckpointError that says `what` was expected."""
-    check_regular(path)
-    try:
-        size = path.stat().st_size
-        if size > limit:
-            raise CheckpointError(f"{path} is refused: {size / 1e6:.0f} MB are too many for {what}.")
-        return parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not {what}: {brief(error)}. Download or save it again.") from error
-
-
-def read_object(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[str, Any]:
-    """The JSON object in a file, or a CheckpointError that says `what` was expected."""
-    content = read_json(path, what, limit)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not {what}: expected a JSON object.")
-    return content
-
-
-def read_record(folder: Path) -> Any:
-    """The run record of an output."""
-    return read_json(folder / RECORD, "a run record", limit=LARGEST_INDEX)
+    elif (folder / "config.json").is_file():
+        wrong = f"has a config.json but no weights: expected one of {', '.join(_WEIGHTS)}. Download or save it again."
+    else:
+        wrong = (
+            "is not a model: no config.json or safetensors in it. "
+            "Give the folder that save_pretrained wrote, or a .safetensors file."
+        )
+    raise CheckpointError(f"{folder} {wrong}")
 
 
 def _open_index(index: Path) -> dict[str, WeightFile]:
@@ -137,31 +122,168 @@ def _open_index(index: Path) -> dict[str, WeightFile]:
     try:
         shard_of = {str(name): str(shard) for name, shard in content["weight_map"].items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index} is not an index: expected JSON with a weight_map of tensor to file names. "
-            "Download or save the model again."
-        ) from error
-    names = sorted(set(shard_of.values()))
-    outside = [repr(name) for name in names if name in ("", ".", "..") or re.search(r"[/\\:\0]", name)]
-    if outside:
+        expected = "expected JSON with a weight_map of tensor to file names. Download or save the model again."
+        raise CheckpointError(f"{index} is not an index: {expected}") from error
+    names, folder = sorted(set(shard_of.values())), index.parent
+    if outside := [repr(name) for name in names if name in ("", ".", "..") or re.search(r"[/\\:\0]", name)]:
         raise CheckpointError(
             f"{index} is refused: its entries must be names of files in the same folder, "
             f"but it has {first_of(outside)}. Use a copy from a source that you trust."
         )
-    missing = [name for name in names if not os.path.isfile(index.parent / name)]
-    if missing:
-        raise CheckpointError(
-            f"{len(missing)} of {len(names)} weight files of {index.parent} are missing: "
-            f"{first_of(missing)}. Download or copy them again."
-        )
-    shards = {name: open_weights(index.parent / name) for name in names}
-    absent = [f"{name} ({shard})" for name, shard in shard_of.items() if name not in shards[shard].specs]
-    if absent:
+    if missing := [name for name in names if not os.path.isfile(folder / name)]:
+        lost = f"{len(missing)} of {len(names)} weight files of {folder} are missing: {first_of(missing)}"
+        raise CheckpointError(f"{lost}. Download or copy them again.")
+    shards = {name: _open_file(folder / name) for name in names}
+    if absent := [f"{name} ({shard})" for name, shard in shard_of.items() if name not in shards[shard].specs]:
         raise CheckpointError(
             f"{len(absent)} of {len(shard_of)} tensors that {index} lists are not in their files: "
             f"{first_of(absent)}. Download or save the model again."
         )
     return {name: shards[shard] for name, shard in shard_of.items()}
+
+
+def _open_file(path: Path) -> WeightFile:
+    check_regular(path)
+    if path.suffix == ".safetensors":
+        return SafetensorsFile(path)
+    if path.suffix in _PICKLES:
+        return PickleFile(path)
+    raise CheckpointError(
+        f"{path} is not a weight file: its name ends in {path.suffix or 'nothing'}, "
+        f"expected .safetensors or one of {', '.join(_PICKLES)}."
+    )
+
+
+class SafetensorsFile:
+    """One safetensors file: its header in memory, its tensors on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp = _stamp(path)
+        with self._readable(), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            content = file.read(min(length, _LARGEST_HEADER + 1))
+            if len(content) > _LARGEST_HEADER:
+                raise CheckpointError(
+                    f"{path} is refused: a file of weights may have {_LARGEST_HEADER} bytes of header."
+                )
+            safe_open(str(path), framework="pt")  # checks the header
+            with reraised(f"{path} is refused: its header cannot be read"):
+                header: dict[str, Any] = parse_json(content)
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        self.specs = {name: self._spec(name, entry) for name, entry in header.items()}
+        self._offsets = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor from disk."""
+        # Plain reads: the pages of a memory map would count as memory in addition to the tensor.
+        _stamp(self.path, self._stamp)
+        spec = self.specs[name]
+        content = torch.empty(spec.nbytes, dtype=torch.uint8)
+        left = content.numpy().data
+        with self._readable(), self.path.open("rb", buffering=0) as file:
+            file.seek(self._offsets[name])
+            while left:  # one call reads at most 2 GiB
+                count = file.readinto(left)
+                if not count:
+                    raise OSError(f"{name} is cut off")
+                left = left[count:]
+        return content.view(spec.dtype).reshape(spec.shape)
+
+    def _spec(self, name: str, entry: Mapping[str, Any]) -> TensorSpec:
+        shape, dtype = tuple(entry["shape"]), entry["dtype"]
+        if len(shape) > _MOST_DIMENSIONS:
+            given = f"{shortened(name)} has {len(shape)} dimensions"
+            raise CheckpointError(f"{self.path} is refused: {given}; expected at most {_MOST_DIMENSIONS}.")
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"{self.path} stores {shortened(name)} as {dtype}; known are {', '.join(_DTYPES)}.")
+        return TensorSpec(shape, _DTYPES[dtype])
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError) as error:
+            reason = f"cannot be read as safetensors ({brief(error)}). Download or save it again."
+            if isinstance(error, SafetensorError):
+                with self.path.open("rb") as file:
+                    if file.read(23) == b"version https://git-lfs":
+                        reason = "is a Git LFS pointer, not the weights. Fetch them with git lfs pull."
+            raise CheckpointError(f"{self.path} {reason}") from error
+
+
+class PickleFile:
+    """One pickled state dict, memory-mapped and loaded without running code from it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp = _stamp(path)
+        self.metadata: dict[str, str] = {}
+        state = self._load()
+        odd = [str(name) for name, value in state.items() if not isinstance(value, torch.Tensor)]
+        if odd or not state:
+            found = f"{len(odd)} entries that are not tensors: {first_of(odd)}" if odd else "nothing"
+            raise CheckpointError(f"{path} is not a state dict: it holds {found}. Save model.state_dict().")
+        self._state: dict[str, torch.Tensor] = {str(name): tensor for name, tensor in state.items()}
+        if special := [name for name, tensor in self._state.items() if not _is_plain(tensor)]:
+            raise CheckpointError(
+                f"{path} is refused: {len(special)} of its {len(state)} tensors are nested, sparse, quantised or hold "
+                f"no numbers: {first_of(special)}. Save plain tensors."
+            )
+        self.specs = {name: describe(self._state, name) for name in self._state}
+        size = path.stat().st_size
+        if lying := [f"{name} {spec.shape}" for name, spec in self.specs.items() if spec.nbytes > size]:
+            given = f"{len(lying)} of its tensors claim more than its {size} bytes: {first_of(lying)}"
+            raise CheckpointError(f"{path} is refused: {given}.")
+
+    def read(self, name: str) -> torch.Tensor:
+        """Copy one tensor out of the mapped file."""
+        _stamp(self.path, self._stamp)
+        return self._state[name].detach().clone(memory_format=torch.contiguous_format)
+
+    def _load(self) -> dict[Any, Any]:
+        check_pickle(self.path)
+        try:
+            # Files from before torch 1.6 are not zip files and cannot be mapped.
+            mapped = zipfile.is_zipfile(self.path)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                state = torch.load(self.path, map_location="cpu", weights_only=True, mmap=mapped)
+        except Exception as error:  # a malformed pickle makes the loader raise nearly anything
+            reason = f"cannot be read as a state dict ({brief(error)}). Download or save it again."
+            if isinstance(error, pickle.UnpicklingError):  # its text advises loading the file with its code
+                reason = "was not written by torch.save. Download or save it again."
+                if "GLOBAL" in str(error):
+                    reason = (
+                        "is refused: this pickle holds more than tensors and could run code. "
+                        "Save the model as safetensors where it was made, and use that."
+                    )
+            raise CheckpointError(f"{self.path} {reason}") from error
+        if not isinstance(state, dict):
+            kind = type(state).__name__
+            raise CheckpointError(f"{self.path} is not a state dict but a {kind}. Save model.state_dict().")
+        parts = (state.get(key) for key in ("state_dict", "model"))  # of a training checkpoint
+        return next((part for part in parts if isinstance(part, dict)), state)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    special = tensor.is_nested or tensor.is_meta or tensor.is_quantized
+    return not special and tensor.layout is torch.strided and tensor.ndim <= _MOST_DIMENSIONS
+
+
+WeightFile = SafetensorsFile | PickleFile
+
+
+def _stamp(path: Path, before: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """What identifies the content of a file; raise if it is not as `before`."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} is gone or cannot be read ({error.strerror}). Restore it.") from error
+    now = (status.st_ino, status.st_size, status.st_mtime_ns)
+    if before not in (None, now):
+        raise CheckpointError(f"{path} has changed since it was opened. Open it again.")
+    return now
 
 
 def write_checkpoint(
@@ -194,35 +316,61 @@ def write_checkpoint(
     return files
 
 
-def file_digests(paths: Iterable[PathLike]) -> dict[str, str]:
-    """Return the SHA-256 of each file, under its path as given; a file that has not changed is read once."""
-    digests = {}
-    for path in paths:
-        try:
-            found = os.stat(path)
-            state = (found.st_size, found.st_mtime_ns, found.st_ino)
-            settled = time.time_ns() - found.st_mtime_ns > SETTLED  # else it may change again at the same time
-            digest = _digest if settled else _digest.__wrapped__
-            digests[os.fspath(path)] = digest(os.path.abspath(path), *state)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
-    return digests
+def write_safetensors(
+    path: Path, tensors: Tensors, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]
+) -> None:
+    """Write the tensors that `specs` names to one safetensors file, holding one of them at a time.
+
+    The file is byte-identical to that of `safetensors.torch.save_file`, which needs all tensors at once: header length
+    (8 bytes, little-endian), header (JSON, padded with spaces to 8 bytes), then the raw data, the widest
+    dtypes first so that every tensor is aligned. Tensors may share memory and need not be contiguous.
+    """
+    if unknown := [f"{name} ({spec.dtype})" for name, spec in specs.items() if spec.dtype not in _CODES]:
+        raise CheckpointError(f"{path} cannot hold {first_of(unknown)}: safetensors has no such dtype. Cast them.")
+    order = sorted(specs, key=lambda name: (-_RANK[specs[name].dtype], name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for name in order:
+        shape, dtype, _ = spec = specs[name]
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, start + spec.nbytes]}
+        start += spec.nbytes
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name in order:
+            tensor = tensors[name].detach().to("cpu").contiguous()
+            if (tuple(tensor.shape), tensor.dtype) != (specs[name].shape, specs[name].dtype):
+                expected = f"{specs[name].shape} {specs[name].dtype}"
+                raise CheckpointError(f"tensor {name} is {tuple(tensor.shape)} {tensor.dtype}, expected {expected}.")
+            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is made
+        file.flush()
+        os.fsync(file.fileno())
 
 
-@lru_cache(maxsize=4096)
-def _digest(path: str, *_: int) -> str:
-    """The SHA-256 of a file in a state: its size, when it was changed, and its number on the disk."""
-    from huggingface_hub.utils.sha import sha_fileobj
+def read_json(path: Path, what: str, limit: int = LARGEST_JSON) -> Any:
+    """Read a JSON file of at most `limit` bytes, or raise a CheckpointError that says `what` was expected."""
+    check_regular(path)
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise CheckpointError(f"{path} is refused: {size / 1e6:.0f} MB are too many for {what}.")
+        return parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not {what}: {brief(error)}. Download or save it again.") from error
 
-    with open(path, "rb") as file:
-        return sha_fileobj(file).hex()
+
+def read_object(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[str, Any]:
+    """The JSON object in a file, or a CheckpointError that says `what` was expected."""
+    content = read_json(path, what, limit)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not {what}: expected a JSON object.")
+    return content
 
 
-def digest_of(text: str, tensors: Tensors) -> str:
-    """SHA-256 of a text and of tensors with their names, shapes and dtypes, read one at a time."""
-    digest = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def read_record(folder: Path) -> Any:
+    """The run record of an output."""
+    return read_json(folder / RECORD, "a run record", limit=LARGEST_INDEX)

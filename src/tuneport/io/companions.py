@@ -18,18 +18,16 @@ OWN_FILES = (README, "tuneport.json", "report.html")  # written by tuneport
 
 
 def copy_companions(source: Path | None, folder: Path) -> None:
-    """Copy the companions of the weights in `source` to `folder`; do nothing if there is no source folder."""
-    if source is None:
-        return
-    for file in companions(source):
-        place = folder / file.relative_to(source)
+    """Copy the companions of the weights in `source`, if there is such a folder, to `folder`."""
+    for file in _safe(source):
+        place = folder / file.relative_to(source or folder)
         place.parent.mkdir(exist_ok=True)
-        shutil.copy(_inside(file, source), place)
+        shutil.copy(file, place)
 
 
 def companion_bytes(source: Path | None) -> int:
     """The size of the companions; a CheckpointError if `copy_companions` would refuse one of them."""
-    return sum(_inside(file, source).stat().st_size for file in companions(source)) if source is not None else 0
+    return sum(file.stat().st_size for file in _safe(source))
 
 
 def companions(folder: Path, *more: str) -> list[Path]:
@@ -46,13 +44,16 @@ def companions(folder: Path, *more: str) -> list[Path]:
     return [*found, *sorted(file for file in parts if file.is_file())]
 
 
-def _inside(file: Path, folder: Path) -> Path:
-    """The file, unless it is a link to a place outside its folder and outside the hub cache that the folder is in."""
-    real, home = file.resolve(), folder.resolve()
-    places = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
-    if not any(place in real.parents for place in places):
-        raise CheckpointError(
-            f"{file} is a link to {real}, outside its folder, and is not copied to the output. "
-            "Replace the link by the file."
-        )
-    return file
+def _safe(folder: Path | None) -> list[Path]:
+    """The companions, none of which is a link to outside the folder and the hub cache that the folder is in."""
+    if folder is None:
+        return []
+    home, found = folder.resolve(), companions(folder)
+    places = {home, home.parent.parent / "blobs"} if home.parent.name == "snapshots" else {home}
+    for file in found:
+        if places.isdisjoint((real := file.resolve()).parents):
+            raise CheckpointError(
+                f"{file} is a link to {real}, outside its folder, and is not copied to the output. "
+                "Replace the link by the file."
+            )
+    return found

@@ -1,24 +1,67 @@
-"""A fingerprint of a model's weights that survives another dtype and other shards, and tells models apart.
+"""Whether files and weights are the same: digests of their bytes, and fingerprints of a few of their values.
 
-It holds a few values of some tensors. Rounding to half precision moves them by less than half a percent, a fine-tune by
-several, and another model by more than their own size.
+A fingerprint survives another dtype and other shards, and tells models apart. Rounding to half precision moves its
+values by less than half a percent, a fine-tune by several, and another model by more than their own size.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from .tensors import describe
+from ..errors import CheckpointError
+from .output import PathLike
+from .tensors import Tensors, describe
 
+SETTLED = 2 * 10**9  # nanoseconds after its last change, from which on a file shows a further one
 TENSORS = 16  # evenly spaced among the matrices, by name
 VALUES = 8  # evenly spaced in each
 SAME = 0.01  # largest relative difference of two copies of one model
 LARGEST = 2**28  # bytes of a tensor that is read for it
+
+
+def file_digests(paths: Iterable[PathLike]) -> dict[str, str]:
+    """The SHA-256 of each file, under its path as given; a file that has not changed is read once."""
+    digests = {}
+    for path in paths:
+        try:
+            found = os.stat(path)
+            settled = time.time_ns() - found.st_mtime_ns > SETTLED  # else it may change again at the same time
+            digest = _digest if settled else _digest.__wrapped__
+            state = (found.st_size, found.st_mtime_ns, found.st_ino)
+            digests[os.fspath(path)] = digest(os.path.abspath(path), *state)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+    return digests
+
+
+@lru_cache(maxsize=4096)
+def _digest(path: str, *_: int) -> str:
+    """The SHA-256 of a file in a state: its size, when it was changed, and its number on the disk."""
+    from huggingface_hub.utils.sha import sha_fileobj
+
+    with open(path, "rb") as file:
+        return sha_fileobj(file).hex()
+
+
+def digest_of(text: str, tensors: Tensors) -> str:
+    """SHA-256 of a text and of tensors with their names, shapes and dtypes, read one at a time."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def weights_fingerprint(tensors: Mapping[str, Tensor]) -> str:
@@ -36,27 +79,30 @@ def weights_fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 def same_weights(fingerprint: str, tensors: Mapping[str, Tensor]) -> bool | None:
     """Whether the tensors are those of a fingerprint; None if it cannot be read, or has none of their names."""
-    try:
-        known = json.loads(fingerprint)
-        names = [name for name in known if name in tensors and 0 < describe(tensors, name).nbytes <= LARGEST]
-        return _same([(known[name], _values(tensors[name])) for name in names])
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        return None
+
+    def values(name: str) -> list[float] | None:
+        readable = name in tensors and 0 < describe(tensors, name).nbytes <= LARGEST
+        return _values(tensors[name]) if readable else None
+
+    return _same(fingerprint, values)
 
 
 def same_fingerprints(first: str, second: str) -> bool | None:
-    """Return whether two fingerprints are of the same weights; None if one is unreadable, or if they share no name."""
+    """Whether two fingerprints are of the same weights; None if one is unreadable, or if they share no name."""
     try:
-        one, two = json.loads(first), json.loads(second)
-        return _same([(one[name], two[name]) for name in one if name in two])
-    except (ValueError, TypeError, AttributeError, RecursionError):
+        return _same(first, json.loads(second).get)
+    except (ValueError, AttributeError, RecursionError):
         return None
 
 
-def _same(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> bool | None:
-    values = [(np.array(one, dtype=np.float64), np.array(two, dtype=np.float64)) for one, two in pairs]
-    distance = math.fsum(float(np.square(one - two).sum()) for one, two in values)
-    size = math.fsum(float(np.square(one).sum()) for one, _ in values)
+def _same(fingerprint: str, values: Callable[[str], Any]) -> bool | None:
+    try:
+        pairs = [(known, found) for name, known in json.loads(fingerprint).items() if (found := values(name))]
+        arrays = [(np.array(one, dtype=np.float64), np.array(two, dtype=np.float64)) for one, two in pairs]
+        distance = math.fsum(float(np.square(one - two).sum()) for one, two in arrays)
+        size = math.fsum(float(np.square(one).sum()) for one, _ in arrays)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
     return math.sqrt(distance / size) <= SAME if size > 0 else None
 
 

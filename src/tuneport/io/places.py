@@ -1,19 +1,104 @@
-"""What a user names: is there a model, or an adapter? Nothing here needs a heavy library: a no comes at once."""
+"""What a user names: a path, or an id of the hub, `org/name` or a model's bare `name`, and what lies there.
+
+A path that exists, or whose folder does, is never taken for a hub id. Weights are downloaded as safetensors where the
+repository has them; no downloaded code is run. Without a network, the cache is used. No heavy library is needed.
+"""
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
 import shlex
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError, first_of
-from .hub import nearest_path
+from ..errors import CheckpointError, DataError, brief, first_of
 
+RepoKind = Literal["model", "dataset"]
+PATIENCE = 10.0  # seconds in which the hub is to say whether it has a repository
 ACCEPTED = "a model folder (transformers, open_clip, timm), open_clip's NAME:TAG or NAME:FILE, or timm:NAME[:FILE]"
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".txt", ".gz", ".zip")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_OTHERS = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot", "*.tflite", "*.mlmodel", "*.zip", ".*")
+
+
+def looks_like_hub_id(reference: str | os.PathLike[str], *, bare: bool = False, suffixes: tuple[str, ...] = ()) -> bool:
+    """True if a reference has the form `org/name`, no folder `org` exists, and it does not end like a file.
+
+    With `bare`, a name without an organisation counts too, as some old models have (`bert-base-uncased`). Files end
+    like weights or archives, or in one of `suffixes`.
+    """
+    text = os.fspath(reference)
+    is_file = text.lower().endswith((*_FILES, *suffixes))
+    named = _ID.fullmatch(text) is not None and ".." not in text and not is_file
+    return named and (bare or "/" in text) and not os.path.lexists(text) and not os.path.isdir(os.path.dirname(text))
+
+
+def nearest_path(path: str | os.PathLike[str]) -> str:
+    """A hint at the path next to a missing one whose name is most like it; else nothing."""
+    place = Path(path)
+    near: list[str] = []
+    with suppress(OSError):
+        near = difflib.get_close_matches(place.name, [item.name for item in place.parent.iterdir()], n=1)
+    return f" Did you mean {place.parent / near[0]}?" if near else ""
+
+
+def local(reference: str | os.PathLike[str], kind: RepoKind = "model", suffixes: tuple[str, ...] = ()) -> Path:
+    """The path of a model or data set; a hub id, which ends in none of `suffixes`, is downloaded first."""
+    if not looks_like_hub_id(reference, bare=kind == "model", suffixes=suffixes):
+        return Path(reference)
+    from huggingface_hub import snapshot_download
+
+    name = os.fspath(reference)
+    try:
+        without = [*_PICKLES, *_OTHERS] if kind == "model" else list(_OTHERS)
+        folder = Path(snapshot_download(name, repo_type=kind, ignore_patterns=without))
+        if kind == "model" and not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, repo_type=kind, ignore_patterns=list(_OTHERS)))
+    except Exception as error:  # errors of the network, the hub and its cache share no base class
+        raise (CheckpointError if kind == "model" else DataError)(_not_found(name, kind, error)) from error
+    return folder
+
+
+def why_unknown(reference: str, kind: RepoKind = "model") -> str:
+    """Say that a hub id is neither in the cache nor on the hub; nothing if it is, and nothing is downloaded."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    with suppress(Exception):
+        snapshot_download(reference, repo_type=kind, local_files_only=True)
+        return ""
+    try:
+        HfApi().repo_info(reference, repo_type=kind, timeout=PATIENCE)
+    except Exception as error:
+        return _not_found(reference, kind, error)
+    return ""
+
+
+def _not_found(name: str, kind: RepoKind, error: Exception) -> str:
+    return (
+        f"there is no path {name}, and the hub has no such {kind}, or it cannot be reached: "
+        f"{brief(error).rstrip(':')}. Give a path that exists, or check the name and the network."
+    )
+
+
+def hub_name(path: Path) -> tuple[str, str] | None:
+    """Id and revision of a folder in the hub's cache; None for any other path.
+
+    >>> hub_name(Path("hub/models--openai--clip/snapshots/3d74acf"))
+    ('openai/clip', '3d74acf')
+    """
+    kind, _, name = path.absolute().parent.parent.name.partition("--")
+    if path.absolute().parent.name != "snapshots" or kind not in ("models", "datasets"):
+        return None
+    return name.replace("--", "/", 1), path.name
 
 
 def why_no_model(reference: str | Path) -> str:
@@ -27,11 +112,9 @@ def why_no_model(reference: str | Path) -> str:
             f"to merge it into its base, run tuneport merge {shlex.quote(str(reference))} --base BASE --as model "
             "--out MODEL."
         )
-    if parts := why_no_adapter(path):
-        return parts
     files = sorted(str(file) for file in path.glob("*.gguf"))
     wanted = f"one of its GGUF files ({first_of(files, 3)})" if files else ACCEPTED
-    return f"{reference} is not a model: no config.json in it. Give {wanted}."
+    return why_no_adapter(path) or f"{reference} is not a model: no config.json in it. Give {wanted}."
 
 
 def why_no_adapter(path: Path) -> str:
@@ -39,9 +122,13 @@ def why_no_adapter(path: Path) -> str:
     if (path / CONFIG).is_file():
         return ""
     for weights in (path, *(path / name for name in WEIGHTS)):
-        if any(".lora_" in key for key in _names_in(weights)):
-            missing = f"the folder that holds it and {CONFIG}" if weights == path else f"a folder with its {CONFIG}"
-            return f"{path} holds the factors of a LoRA, not a model: give {missing}."
+        if weights.suffix == ".safetensors" and weights.is_file():
+            with suppress(OSError, SafetensorError), safe_open(weights, framework="np") as stored:
+                if any(".lora_" in key for key in stored.keys()):  # noqa: SIM118
+                    needed = (
+                        f"the folder that holds it and {CONFIG}" if weights == path else f"a folder with its {CONFIG}"
+                    )
+                    return f"{path} holds the factors of a LoRA, not a model: give {needed}."
     return ""
 
 
@@ -49,11 +136,3 @@ def check_no_parts(path: Path) -> None:
     """Refuse the weights of an adapter without its configuration."""
     if words := why_no_adapter(path):
         raise CheckpointError(words)
-
-
-def _names_in(file: Path) -> list[str]:
-    """The names of the tensors of a safetensors file; none where it cannot be read."""
-    if file.suffix == ".safetensors" and file.is_file():
-        with suppress(OSError, SafetensorError), safe_open(file, framework="np") as stored:
-            return list(stored.keys())
-    return []

@@ -1,13 +1,17 @@
-"""Lazy mappings of tensors by name, with shapes and dtypes that are known before a tensor is read.
+"""Lazy mappings of tensors by name, with shapes and dtypes that are known before a tensor is read, and their checks.
 
-Operations on whole tensors go piece by piece, so that they need little extra memory.
+Operations on whole tensors go piece by piece, so that they need little extra memory. Each check collects all findings
+into one CheckpointError that says what to do.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,6 +20,7 @@ from ..errors import CheckpointError, first_of
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]  # by name
+LONGEST_PATTERN = 200  # characters of a pattern in an error
 _PIECE = 2**22  # elements of a piece
 
 
@@ -65,9 +70,8 @@ class LazyMapping(Mapping[str, T]):
 
     def check_known(self, *names: str) -> None:
         """Raise an UnknownTensorError with the names that are not in the mapping."""
-        unknown = [name for name in names if name not in self._names]
-        if unknown:
-            raise UnknownTensorError(unknown_tensors(unknown, self._names, self.holder))
+        if unknown := [name for name in names if name not in self._names]:
+            raise UnknownTensorError(f"{len(unknown)} tensors are not in {self.holder}: {nearest(unknown, self)}.")
 
     def __getitem__(self, name: str) -> T:
         self.check_known(name)
@@ -115,14 +119,82 @@ def all_finite(tensor: torch.Tensor) -> bool:
     )
 
 
-def unknown_tensors(names: Sequence[str], known: Iterable[str], holder: str, total: int | None = None) -> str:
-    """An error text with the names that `holder` lacks; the first ten come with the nearest known name."""
-    candidates = list(known)
+def nearest(names: Sequence[str], known: Iterable[str]) -> str:
+    """Names for an error, the first ten with the nearest known name."""
+    near = {name: difflib.get_close_matches(name, list(known), n=1) for name in names[:10]}
+    return first_of(f"{name} (nearest: {near[name][0]})" if near.get(name) else name for name in names)
 
-    def hint(name: str) -> str:
-        near = difflib.get_close_matches(name, candidates, n=1)
-        return f"{name} (nearest: {near[0]})" if near else name
 
-    shown = first_of([*(hint(name) for name in names[:10]), *names[10:]])
-    of = "" if total is None else f" of {total}"
-    return f"{len(names)}{of} tensors are not in {holder}: {shown}."
+def check_finite(tensors: Tensors, names: Iterable[str] | None = None) -> None:
+    """Raise a CheckpointError that names the tensors holding NaN or infinity, reading one at a time."""
+    chosen = list(tensors if names is None else names)
+    bad = [name for name in chosen if _is_weight(describe(tensors, name)) and not all_finite(tensors[name])]
+    if bad:
+        raise CheckpointError(
+            f"{len(bad)} of {len(chosen)} tensors of {_name_of(tensors, 'the model')} hold NaN or infinite "
+            f"values: {first_of(bad)}. Use a checkpoint from before training diverged."
+        )
+
+
+def check_unquantised(tensors: Tensors, names: Iterable[str]) -> None:
+    """Raise a CheckpointError that names the quantised tensors."""
+    chosen = [name for name in names if name in tensors]
+    quantised = [f"{name} ({dtype})" for name in chosen if is_quantised(dtype := describe(tensors, name).dtype)]
+    if quantised:
+        raise CheckpointError(
+            f"{len(quantised)} of {len(chosen)} tensors of {_name_of(tensors, 'the model')} are quantised: "
+            f"{first_of(quantised)}. Give the model in float32, bfloat16 or float16."
+        )
+
+
+def is_quantised(dtype: torch.dtype) -> bool:
+    """True for dtypes of one byte: their values are codes and cannot be subtracted."""
+    return dtype.itemsize == 1 and dtype != torch.bool
+
+
+def same_structure(base: Tensors, finetuned: Tensors, exclude: Sequence[str] = ()) -> None:
+    """Raise one CheckpointError with every weight that is missing in one model or differs in shape.
+
+    `exclude` holds glob patterns of names to leave out.
+    """
+    tuned, old = (
+        {
+            name: spec.shape
+            for name in model
+            if not any(fnmatchcase(name, glob) for glob in exclude) and _is_weight(spec := describe(model, name))
+        }
+        for model in (finetuned, base)
+    )
+    tuned_name, base_name = _name_of(finetuned, "the fine-tuned model"), _name_of(base, "the base")
+    differing = {
+        name: f"{name} {tuned[name]} vs {old[name]}" for name in tuned if tuned[name] != old.get(name, tuned[name])
+    }
+    extra = {name: name for name in tuned if name not in base}
+    missing = {name: name for name in old if name not in finetuned}
+    total = len({**tuned, **old})
+    wrong = (
+        (differing, tuned_name, "differ in shape from", base_name),
+        (extra, tuned_name, "are not in", base_name),
+        (missing, base_name, "are not in", tuned_name),
+    )
+    findings = [
+        f"{len(found)} of {total} tensors of {holder} {are} {other}: {first_of(found.values(), 3)}."
+        for found, holder, are, other in wrong
+        if found
+    ]
+    if findings:
+        names = [*differing, *extra, *missing]
+        patterns = sorted({f"{name.rpartition('.')[0]}.*" if "." in name else name for name in names})
+        advice = f"Exclude them with `exclude={json.dumps(patterns)}`."
+        if len(patterns) > 3 or max(map(len, patterns)) > LONGEST_PATTERN:
+            advice = f"Check that {tuned_name} was fine-tuned from {base_name}."
+        raise CheckpointError(" ".join([*findings, advice]))
+
+
+def _is_weight(spec: TensorSpec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _name_of(tensors: object, default: str) -> str:
+    path = getattr(tensors, "path", None)
+    return default if path is None else f"{path}{'/' if Path(path).is_dir() else ''}"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..data.dataset import Dataset
 from ..data.images import files_of
 from ..errors import DataError
-from ..io.checkpoint import file_digests
+from ..io.fingerprint import file_digests
 from ..models.base import Model
 from .accuracy import usual_protocol
 from .samples import Calibration, DatasetSamples

@@ -18,10 +18,8 @@ from torch import Tensor
 from ..errors import CheckpointError, TuneportError
 from ..io.checkpoint import open_checkpoint, read_record
 from ..io.fingerprint import same_weights
-from ..io.hub import local
-from ..io.places import check_no_parts
-from ..io.tensors import renamed
-from ..io.validate import check_finite
+from ..io.places import check_no_parts, local
+from ..io.tensors import check_finite, renamed
 from ..task_vectors.lora_convert import as_lora
 from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights

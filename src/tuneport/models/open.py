@@ -12,11 +12,10 @@ from torch import nn
 
 from ..errors import CheckpointError, TuneportError
 from ..io.checkpoint import open_checkpoint
-from ..io.hub import local, looks_like_hub_id
-from ..io.places import why_no_model
+from ..io.places import local, looks_like_hub_id, why_no_model
 from ..io.sizes import free_memory
+from ..io.tensors import check_unquantised
 from ..io.untrusted import check_regular_files
-from ..io.validate import check_unquantised
 from ..types import Sides
 from .base import Family, Model, ModelLike, describe_any
 from .families import open_tokenizer

@@ -14,11 +14,9 @@ from ..errors import CheckpointError, first_of
 from ..io.checkpoint import open_checkpoint
 from ..io.companions import companion_bytes, copy_companions
 from ..io.fingerprint import same_fingerprints, same_weights, weights_fingerprint
-from ..io.hub import local
 from ..io.output import check_new_file, check_new_folder, new_folder
-from ..io.places import check_no_parts
-from ..io.tensors import describe
-from ..io.validate import check_finite, check_unquantised
+from ..io.places import check_no_parts, local
+from ..io.tensors import check_finite, check_unquantised, describe
 from ..measure.fitted_heads import is_head
 from ..models.change import (
     between,

@@ -19,7 +19,7 @@ from ..data.dataset import Dataset
 from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
 from ..errors import OptionError, TuneportError
-from ..io.hub import local
+from ..io.places import local
 from ..measure.samples import DatasetSamples
 from ..methods import get_method
 from ..models.base import Model, ModelLike

@@ -15,7 +15,7 @@ from ..data.samplers import select
 from ..data.tasks import read_data
 from ..errors import CheckpointError, OptionError, TuneportError
 from ..io.checkpoint import read_record
-from ..io.hub import local
+from ..io.places import local
 from ..measure.accuracy import (
     Evaluation,
     check_counted,

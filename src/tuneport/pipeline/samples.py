@@ -19,7 +19,7 @@ from ..data.dataset import Dataset, align_labels
 from ..data.samplers import select
 from ..data.tasks import Reference, split_reference
 from ..errors import DataError, TuneportError
-from ..io.hub import nearest_path
+from ..io.places import nearest_path
 from ..measure.accuracy import compute_features
 from ..measure.fitted_heads import agreement, answers_by_name, labelled_by, scores_by, scores_of_labels, with_scores
 from ..measure.objectives import Objective, check_objective, choose_objective, forward_only, load_loss

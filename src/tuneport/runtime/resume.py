@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, first_of
-from ..io.checkpoint import digest_of, open_checkpoint
+from ..io.checkpoint import open_checkpoint, write_safetensors
+from ..io.fingerprint import digest_of
 from ..io.output import new_file
 from ..io.tensors import describe
-from ..io.weight_file import write_safetensors
 from ..maps.statistics import CrossCovariance, Statistics, WeightGradient
 
 FORMAT = "tuneport-statistics"

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, TuneportError, first_of, shortened
 from ..io.checkpoint import open_checkpoint, read_object, read_record, write_checkpoint
 from ..io.places import CONFIG, WEIGHTS
+from ..io.tensors import check_finite, check_unquantised
 from ..io.untrusted import LONGEST_NAME, MOST_STEPS, pattern_steps
-from ..io.validate import check_finite, check_unquantised
 
 PREFIX = "base_model.model."
 

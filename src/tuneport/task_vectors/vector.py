@@ -16,11 +16,21 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, TuneportError, first_of, shortened
-from ..io.checkpoint import open_checkpoint
+from ..io.checkpoint import open_checkpoint, write_safetensors
 from ..io.output import PathLike, check_file_name, check_space, new_file
-from ..io.tensors import LazyMapping, LazyTensors, Tensors, TensorSpec, all_finite, describe, pieces, unknown_tensors
-from ..io.validate import check_unquantised, is_quantised, same_structure
-from ..io.weight_file import write_safetensors
+from ..io.tensors import (
+    LazyMapping,
+    LazyTensors,
+    Tensors,
+    TensorSpec,
+    all_finite,
+    check_unquantised,
+    describe,
+    is_quantised,
+    nearest,
+    pieces,
+    same_structure,
+)
 from .low_rank import Entry, LowRank, add_entries, as_dense, norm_of
 
 FORMAT = "tuneport-task-vector"
@@ -153,7 +163,8 @@ class TaskVector(LazyMapping[Entry]):
         scale = _finite(scale)
         unknown = [name for name in self if name not in base]
         if unknown:
-            raise TuneportError(unknown_tensors(unknown, base, "the base", len(self)) + " Use rename() or subset().")
+            missing = f"{len(unknown)} of {len(self)} tensors are not in the base: {nearest(unknown, base)}"
+            raise TuneportError(f"{missing}. Use rename() or subset().")
         unfit = [
             f"{name} {self.shape(name)} vs {old.shape} {old.dtype}"
             for name in self

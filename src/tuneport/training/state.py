@@ -15,10 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..io.checkpoint import digest_of, open_checkpoint
+from ..io.checkpoint import open_checkpoint, write_safetensors
+from ..io.fingerprint import digest_of
 from ..io.output import new_file
 from ..io.tensors import describe
-from ..io.weight_file import write_safetensors
 from ..processes import by_first, ranks
 
 FORMAT = "tuneport-training"

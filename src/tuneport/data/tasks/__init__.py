@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import DataError, unknown_name
-from ...io.hub import local
+from ...io.places import local
 from ...types import Split
 from ..dataset import Dataset
 from ..formats import read_plain, suffixes

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, first_of, reraised, shortened
 from ...io.checkpoint import Checkpoint, open_checkpoint, read_object, write_checkpoint
-from ...io.validate import check_finite
+from ...io.tensors import check_finite
 from ..base import Family, HeadedTensors, Model, live_tensors, writer_with_config
 from ..outline import PACKED, check_config, check_kernels, count_weights, outline_of, quantisation, unread
 from ..parts import Labelling, Weights

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, first_of, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
-from ...io.validate import check_finite
+from ...io.tensors import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
 from ..base import Family, Model, live_tensors, outside_of, read_config
 from ..heads import temperature_of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
-from ...io.validate import check_finite
+from ...io.tensors import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
 from ..base import Family, HeadedTensors, Model, live_tensors, read_config
 from ..parts import Architecture, Batch, Classifier, Inputs, Labelling, Outputs, Weights
