@@ -44,7 +44,7 @@ def test_a_script_goes_from_inputs_to_an_answer(
 ) -> None:
     if script == "upgrade_lora.py":
         pytest.importorskip("peft")
-    monkeypatch.setattr("tuneport.training.distill.STEPS", 30)
+    monkeypatch.setattr("tuneport.training.division.STEPS", 30)
     run(script, tmp_path, monkeypatch, *words)
     shown = capsys.readouterr().out
     assert "Upgrade(" in shown

@@ -110,7 +110,7 @@ def take_classifier(
     """
     import tuneport
     from tuneport.data.tasks import read_data
-    from tuneport.training.distill import Extra
+    from tuneport.training.division import Extra
 
     options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
     if cell.arm == "upgrade":

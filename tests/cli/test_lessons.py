@@ -156,7 +156,7 @@ class TestExtra:
 
     def test_images(self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """They take more steps, unless the steps are given."""
-        monkeypatch.setattr("tuneport.training.distill.STEPS_BESIDE", 3)
+        monkeypatch.setattr("tuneport.training.division.STEPS_BESIDE", 3)
         pixels = np.random.default_rng(0).integers(0, 256, (30, 16, 16, 3), dtype=np.uint8)
         np.savez(place / "other.npz", x_train=pixels)
         models = ["--finetuned", zoo["clip_vision-tuned"], "--target", zoo["clip_vision-target"], "--data", zoo.data]
@@ -166,7 +166,7 @@ class TestExtra:
         entry = done.json["distilled"]
         assert (entry["samples"], entry["held_out"], entry["extra"], entry["steps"]) == (16, 8, 30, 2)
         words = [word for word in words if word not in ("--steps", 2)]
-        monkeypatch.setattr("tuneport.training.distill.EPOCHS", 0)
+        monkeypatch.setattr("tuneport.training.division.EPOCHS", 0)
         done = run(*words, "--overwrite", "--extra", place / "other.npz")
         assert done.json["distilled"]["steps"] == 3
         (place / "texts.txt").write_text("a\nb\n")

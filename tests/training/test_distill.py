@@ -38,7 +38,7 @@ from tuneport.pipeline.samples import SCORED
 from tuneport.report.summary import distilled_words
 from tuneport.task_vectors.low_rank import LowRank, truncate
 from tuneport.task_vectors.vector import TaskVector, save_task_vector
-from tuneport.training import distill
+from tuneport.training import distill, division
 from tuneport.training.distill import Mark
 from tuneport.training.loop import Pace, Schedule, run_steps
 from tuneport.training.matching import Matching, matching_of
@@ -473,7 +473,7 @@ class TestLanguageModelsAndLabels:
 
         monkeypatch.setattr(distill, "matching_of", watched)
         monkeypatch.setattr(lessons, "MOST_VIEWED", 0)
-        monkeypatch.setattr(distill, "FEW", 0)
+        monkeypatch.setattr(division, "FEW", 0)
         teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=320), gpt_tokenizer(320))
         data = Dataset(inputs=QUESTIONS, labels=np.zeros(12, dtype=np.int64), classes=tuple("abc"))
         found = alone.distill(teacher, teacher, data, steps=3, samples=12).record["distilled"]

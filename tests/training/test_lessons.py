@@ -23,7 +23,8 @@ from tuneport.models.open import open_model
 from tuneport.pipeline.lessons import samples_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.augment import Reader, _encode
-from tuneport.training.distill import OWN, OWN_OF_WRITTEN, Distilled, Extra, Mark, _lessons, distill, last_is_best
+from tuneport.training.distill import Distilled, Mark, distill, last_is_best
+from tuneport.training.division import OWN, OWN_OF_WRITTEN, Extra, divide
 from tuneport.training.loop import Schedule
 from tuneport.training.matching import matching_of, unlabelled
 from tuneport.training.state import StateFile
@@ -50,13 +51,16 @@ class TestWhichStateIsKept:
     """States with four groups of held-out samples; each state is given by their losses."""
 
     @staticmethod
-    def kept(*groups: tuple[float, ...], neutral: tuple[float, ...] = (), most: float = 1.05) -> list[bool]:
+    def kept(*groups: tuple[float, ...], neutral: tuple[float, ...] = ()) -> list[bool]:
         forgotten = neutral or (1.0,) * len(groups)
         curve = [
             Mark(10 * number, None, sum(group) / len(group), 0.0, loss)
             for number, (group, loss) in enumerate(zip(groups, forgotten, strict=True))
         ]
-        return [last_is_best(curve[:count], groups[:count], most) for count in range(1, len(curve) + 1)]
+        return [
+            last_is_best(curve[:count], groups[:count], [loss <= 1.05 for loss in forgotten[:count]])
+            for count in range(1, len(curve) + 1)
+        ]
 
     def test_the_last_of_states_that_differ_by_chance(self) -> None:
         assert self.kept((4.0, 4.0, 4.0, 4.0), (1.0, 2.0, 1.0, 2.0), (2.0, 1.0, 1.5, 1.9)) == [True, True, True]
@@ -77,8 +81,8 @@ class TestWhichStateIsKept:
 
     def test_samples_that_are_judged_together_keep_the_lowest(self) -> None:
         curve = [Mark(step, None, loss, 0.0) for step, loss in ((0, 3.0), (10, 1.0), (20, 1.1))]
-        assert not last_is_best(curve, [[], [], []], float("inf"))
-        assert last_is_best(curve[:2], [[], []], float("inf"))
+        assert not last_is_best(curve, [[], [], []], [True] * 3)
+        assert last_is_best(curve[:2], [[], []], [True] * 2)
 
 
 class TestExtra:
@@ -88,7 +92,7 @@ class TestExtra:
         data = Dataset(["a"] * (count + more), None, ())
         samples = samples_of(models, data, None)
         wanted = Extra(Dataset(["a"] * more, None, ()), like_own)
-        held_out, taught, all_own = _lessons(samples, count, wanted)
+        held_out, taught, all_own = divide(samples, count, wanted)
         mine = taught.indices < count
         assert mine.mean() >= 1 / (OWN_OF_WRITTEN if like_own else OWN)
         assert (all_own is not None) == (count < 50 and not like_own)
@@ -104,7 +108,7 @@ class TestExtra:
     def test_views_of_samples_that_judge_are_not_taught(self, models: Any, count: int) -> None:
         places = np.random.default_rng(0).integers(0, count, 3 * count)
         samples = samples_of(models, Dataset(["a"] * (4 * count), None, ()), None)
-        held_out, taught, _ = _lessons(samples, count, Extra(Dataset(["a"] * 3 * count, None, ()), views_of=places))
+        held_out, taught, _ = divide(samples, count, Extra(Dataset(["a"] * 3 * count, None, ()), views_of=places))
         views = taught.indices[taught.indices >= count] - count
         assert not set(places[views].tolist()) & set(held_out.indices.tolist())
         assert len(views) == sum(place not in held_out.indices for place in places)

@@ -50,7 +50,7 @@ from ..models.heads import choose_head
 from ..models.weights import changed, finetuned
 from ..report.decision import shown
 from ..report.summary import SCORE_FORMS
-from ..training.distill import STEPS
+from ..training.division import STEPS
 from ..types import Progress, Sides, ignore
 
 Metric = Literal["accuracy", "bits per character", "fidelity"]

@@ -28,7 +28,7 @@ from ..runtime.costs import GPU, Costs, teaching_bytes, teaching_hours
 from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
 from ..task_vectors.account import account
-from ..training.distill import schedule_of
+from ..training.division import schedule_of
 from ..training.matching import BATCH, TEXT_BATCH
 from ..types import ScaleRule, Sides
 from .comparison import USUAL, usual_test

@@ -34,7 +34,7 @@ from ..synthetic.generators import Generator, LocalGenerator, ServerGenerator
 from ..synthetic.samples import Frame, Task, Teacher, WrittenSamples, better_generator, write_samples
 from ..synthetic.state import TextState
 from ..task_vectors.vector import TaskVector
-from ..training.distill import Extra
+from ..training.division import Extra
 from ..types import Events, Sides
 
 HELD_OUT, MOST_HELD_OUT, FEWEST = 0.25, 400, 16  # share of the samples that judges, at most, and of all at least

@@ -24,7 +24,8 @@ from ..models.open import path_of
 from ..outputs import Update, output_of
 from ..pairing import Kept
 from ..task_vectors.vector import TaskVector
-from ..training.distill import Extra, divide, teach
+from ..training.distill import teach
+from ..training.division import Extra, hold_out
 from ..training.state import StateFile
 from ..types import Events
 from .comparison import summarize
@@ -124,7 +125,7 @@ class Result:
         change, target = self.setup.change, self.target
         samples = self.setup.calibration.samples if samples is None else samples
         if change.fits_head and isinstance(samples, DatasetSamples):  # held-out samples must not have fitted it
-            target = target.with_head(fit_head(target, self.apply(), divide(samples)[1]))
+            target = target.with_head(fit_head(target, self.apply(), hold_out(samples)[1]))
         config = DistillConfig.of(
             steps=steps, learning_rate=learning_rate, lora=lora, seed=self.config.seed, batch_size=batch_size
         )

@@ -1,0 +1,119 @@
+"""What is held out to judge a student, what it is taught, and in how many steps.
+
+If own samples are few, the held-out ones only decide: the student is then taught again on all of them. Other samples,
+of anything, can be taught beside the own ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from statistics import median_low
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..config import DistillConfig
+from ..data.dataset import Dataset
+from ..errors import DataError
+from ..measure.samples import DatasetSamples
+from ..models.base import Model
+from .loop import Schedule
+from .matching import Matching
+
+FEWEST = 8  # samples
+READ = 128  # samples that are read at once to see which can be compared
+HELD_OUT, FEWEST_HELD_OUT, MOST_HELD_OUT = 0.1, 10, 200  # share of the samples; never more than half of them
+FEW = 50  # fewer own samples are all taught if written ones can judge
+OWN, OWN_OF_WRITTEN = 2, 8  # own samples are at least one of so many that are taught; beside written ones, fewer
+STEPS, MOST_STEPS, EPOCHS = 300, 2000, 10  # of a run whose steps follow from the samples
+STEPS_BESIDE = 1000  # at least, if other images are taught beside the own ones
+RATE = 0.12  # the learning rate of a model of width one
+LORA_RATE = 5.0  # times that of all weights
+
+
+@dataclass(frozen=True, eq=False)
+class Extra:
+    """Samples that are taught beside the own ones, answered as those are; they judge too if they are `like_own`.
+
+    `views_of` are the places of the own samples that each one is a view of: those of held-out samples are not taught.
+    """
+
+    data: Dataset
+    like_own: bool = False
+    views_of: NDArray[np.int64] | None = None
+
+
+class Division(NamedTuple):
+    """The samples that are held out, those that are taught, and the latter with all own ones where these are few."""
+
+    held_out: DatasetSamples
+    taught: DatasetSamples
+    all_own: DatasetSamples | None
+
+
+def divide(samples: DatasetSamples, own: int, extra: Extra | None) -> Division:
+    """Divide the samples; the first ones are the `own` ones.
+
+    Beside extra ones, own samples are repeated until they are a fixed share of what is taught. Of few own samples none
+    is held out if extra ones are like them.
+    """
+    if extra is None:
+        held_out, taught = hold_out(samples)
+        return Division(held_out, taught, samples if len(samples) < FEW else None)
+    kept, more = (samples.take(np.flatnonzero(part)) for part in (samples.indices < own, samples.indices >= own))
+    few = len(kept) < FEW
+    if extra.like_own and few:
+        held_out, more = hold_out(more)
+        return Division(held_out, _beside(kept, more, OWN_OF_WRITTEN), None)
+    parts = OWN_OF_WRITTEN if extra.like_own else OWN
+    held_out, taught = hold_out(kept)
+    rest = more
+    if extra.views_of is not None:
+        rest = more.take(np.flatnonzero(~np.isin(extra.views_of[more.indices - own], held_out.indices)))
+    return Division(held_out, _beside(taught, rest, parts), _beside(kept, more, parts) if few else None)
+
+
+def hold_out(samples: DatasetSamples) -> tuple[DatasetSamples, DatasetSamples]:
+    """The samples that are held out, and those that the student learns from."""
+    if len(samples) < FEWEST:
+        raise DataError(
+            f"a distillation needs at least {FEWEST} samples, of which some are held out; got {len(samples)}."
+        )
+    count = min(max(round(HELD_OUT * len(samples)), FEWEST_HELD_OUT), len(samples) // 2, MOST_HELD_OUT)
+    return samples.take(slice(len(samples) - count, None)), samples.take(slice(len(samples) - count))
+
+
+def _beside(own: DatasetSamples, more: DatasetSamples, parts: int) -> DatasetSamples:
+    """Own samples, repeated until they are one of so many `parts`, and others."""
+    times = max(1, math.ceil(len(more) / ((parts - 1) * max(len(own), 1))))
+    return replace(own, indices=np.concatenate([np.tile(own.indices, times), more.indices]))
+
+
+def comparable(samples: DatasetSamples, matching: Matching, own: int) -> DatasetSamples:
+    """The samples on which teacher and student can be compared; the first ones are the `own` ones."""
+    if matching.comparable is None:
+        return samples
+    kept = torch.cat([matching.comparable(sides) for sides in replace(samples, size=READ).encoded()])
+    found = samples.take(kept.nonzero()[:, 0].numpy())
+    if len(found) < FEWEST <= len(samples):
+        raise DataError(
+            f"teacher and student can be compared on {int(kept[:own].sum())} of {own} samples, and a distillation "
+            f"needs at least {FEWEST}: a text needs a token that both models predict, and a question two answers."
+        )
+    return found
+
+
+def schedule_of(config: DistillConfig, model: Model, usual: int, count: int, beside: bool = False) -> Schedule:
+    """Ten steps of warm-up, no weight decay: the start is where the student shall stay near.
+
+    The learning rate follows from the student's width unless it is given, the batch size is the `usual` one, and steps
+    follow from the number of samples, and whether other images are taught `beside` the own ones.
+    """
+    batch, least = config.batch_size or usual, STEPS_BESIDE if beside else STEPS
+    steps = config.steps or min(max(round(EPOCHS * count / batch), least), MOST_STEPS)
+    rate = RATE / median_low(layer.in_features for layer in model.architecture.layers)
+    rate = config.learning_rate or rate * (LORA_RATE if config.lora is not None else 1.0)
+    return Schedule(steps, batch, rate, weight_decay=0.0, seed=config.seed, warmup=min(10, steps // 3))
