@@ -17,11 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tuneport.data.dataset import Dataset, LazySequence, check_count, reading
-from tuneport.data.formats import find_reader, read_plain
+from tuneport.data.formats import find_reader, from_table, read_plain
 from tuneport.data.images import check_images, images_under, open_array, open_file, read_image_folder
-from tuneport.data.tables import from_table
-from tuneport.data.tasks import TASKS
-from tuneport.data.tasks.base import Task, plain_name
+from tuneport.data.tasks import TASKS, Task, plain_name
 from tuneport.errors import DataError, first_of
 from tuneport.types import Split
 

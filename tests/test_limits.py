@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from paper import files, recipe
-from tuneport.data import arrow, dataset, images, npz, rows
+from tuneport.data import dataset, images, npz, rows
 from tuneport.fleet import lines
 from tuneport.io import checkpoint, untrusted
 from tuneport.models import families, outline
@@ -33,7 +33,7 @@ LIMITS = {
         f"{rows.LARGEST_ROW:,} characters a row",
         f"{rows.MOST_COLUMNS:,} columns",
     ),
-    "Parquet, saved HF datasets": (gib(arrow.LARGEST_TABLE), f"{arrow.MOST_COLUMNS:,} columns", "DELTA_BYTE_ARRAY"),
+    "Parquet, saved HF datasets": (gib(rows.LARGEST_TABLE), f"{rows.MOST_COLUMNS:,} columns", "DELTA_BYTE_ARRAY"),
     "`.npz`": (gib(npz.LARGEST_ARCHIVE), f"{npz.MOST_CLASSES:,} classes"),
     "idx, `.mat`": (gib(files._LARGEST),),
     "any data": (f"{dataset.MOST_SAMPLES:,} samples",),

@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for paper
 from paper import files
 from paper.recipe import read_recipe
 from tuneport import TuneportError, cli, extract
-from tuneport.data import arrow, npz, rows
+from tuneport.data import npz, rows
 from tuneport.data.formats import read_plain
 from tuneport.io.checkpoint import open_checkpoint, read_json
 from tuneport.io.tensors import check_finite
@@ -68,7 +68,7 @@ TEXT = 2 * MIB  # that of text tables, whose rows are parsed one by one
 def set_limits() -> None:
     """Lower the limits of the readers, which docs/limits.md names, to those of this page."""
     rows.LARGEST_TABLE = TEXT
-    arrow.LARGEST_TABLE = npz.LARGEST_ARCHIVE = files._LARGEST = UNPACKED
+    npz.LARGEST_ARCHIVE = files._LARGEST = UNPACKED
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any
 
 from .config import Config, Declared, UpgradeConfig
 from .data.dataset import count_drawn
-from .data.formats import check_start, suffixes
-from .data.tasks import get_task, read_data
+from .data.formats import suffixes
+from .data.tasks import read_data, split_reference
 from .errors import CheckpointError, DataError, OptionError, TuneportError, first_of, printable, shortened, unknown_name
 from .io.output import check_new_file, check_new_folder
 from .io.places import ACCEPTED, CONFIG, looks_like_hub_id, nearest_path, why_no_adapter, why_no_model, why_unknown
@@ -32,8 +32,8 @@ LOSSES = ("classification", "contrastive", "causal", "seq2seq")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "npu", "meta")
 
 LIBRARY = {"timm": "timm"}  # of NAME:...; any other name is one of open_clip
-LARGE = 16 * 2**20  # bytes of a file, of which only the first rows are read before the run
-MANY = 20_000  # files of a folder, which is then read by the run alone
+LARGE = 16 * 2**20  # bytes of a file, or
+MANY = 20_000  # files of a folder, from which on the run alone reads it
 _NAMED = re.compile(r"([\w.+-]{2,}):.")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
@@ -181,17 +181,11 @@ def _missing_data(given: dict[str, Any]) -> Iterator[tuple[type[TuneportError], 
     if looks_like_hub_id(data, suffixes=suffixes()):
         words = why_unknown(data, "dataset")
     else:
-        task, mark, place = str(data).partition(":")
-        if not mark or "/" in task or "\\" in task or len(task) < 2:
-            place = data
-        else:
-            try:
-                get_task(task)
-            except DataError as error:
-                yield DataError, str(error)
-                return
-        missing = not Path(place).expanduser().exists()
-        words = f"no data at {place}: no such file or folder.{nearest_path(place)}" if missing else ""
+        try:
+            place = split_reference(data).place
+            words = "" if place.exists() else f"no data at {place}: no such file or folder.{nearest_path(place)}"
+        except DataError as error:
+            words = str(error)
     if words:
         yield DataError, words
 
@@ -210,21 +204,14 @@ def _wrong_heads(given: dict[str, Any], head: str | None) -> Iterator[str]:
 
 
 def _check_data(data: str, config: Config) -> None:
-    """Read small data whole and of large tables the first rows; refuse a draw that they do not have."""
-    columns = getattr(config, "columns", None)
-    place = Path(data)
-    if not place.exists():
-        place = Path(data.partition(":")[2]).expanduser()
-    if not place.exists():
-        return  # on the hub
-    if place.is_file() and place.stat().st_size > LARGE:
-        check_start(place, columns)
-        return
+    """Read small data; refuse a draw that they do not have."""
+    place = Path(data) if os.path.exists(data) else Path(data.partition(":")[2]).expanduser()
     files = (name for _, _, names in os.walk(place) for name in names)
-    if place.is_dir() and len(list(islice(files, MANY))) == MANY:
-        return
+    if not place.exists() or place.stat().st_size > LARGE or len(list(islice(files, MANY))) == MANY:
+        return  # on the hub, or large
     splits: list[Split] = ["test" if config.command == "evaluate" else "train"]
     splits += ["test"] if config.command == "transfer" and getattr(config, "evaluate", None) else []
+    columns = getattr(config, "columns", None)
     found = [read_data(data, split, labelled=False, columns=columns) for split in splits]
     if getattr(config, "by_class", False) and found[0].labels is None:
         raise DataError(f"{found[0]} has no classes, which `by_class` needs.")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tuneport.data import arrow
+from tuneport.data import rows
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError
 
@@ -65,7 +65,7 @@ def test_texts_that_are_too_large_together(tmp_path: Path) -> None:
 
 def test_declared_sizes_are_checked_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "t.parquet", {"text": [str(i) * 100 for i in range(1000)]}, use_dictionary=False)
-    monkeypatch.setattr(arrow, "LARGEST_TABLE", 10**4)
+    monkeypatch.setattr(rows, "LARGEST_TABLE", 10**4)
     monkeypatch.setattr(parquet.ParquetFile, "read_row_group", lambda *_: pytest.fail("too late"))
     with pytest.raises(DataError, match="a table may have"):
         read_plain(path, "train", labelled=False)

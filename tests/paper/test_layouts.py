@@ -17,8 +17,7 @@ from paper import files
 from paper.files import read_idx, read_mat
 from paper.layouts import FACTS, scene_name
 from tuneport.data.images import files_of
-from tuneport.data.tasks import TASKS, get_task, read_data
-from tuneport.data.tasks.base import VALIDATION_SHARE
+from tuneport.data.tasks import TASKS, VALIDATION_SHARE, get_task, read_data
 from tuneport.errors import DataError
 from tuneport.report.provenance import data_identity
 

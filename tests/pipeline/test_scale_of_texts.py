@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from builders.runs import Case, expected, prepare, run
 from builders.texts import gpt_tokenizer, make, write
-from tuneport.data.choices import fewer_choices
+from tuneport.data.answers import fewer_choices
 from tuneport.data.dataset import Dataset
 from tuneport.data.views import VIEWS
 from tuneport.measure.accuracy import likelihood

@@ -22,7 +22,7 @@ from builders.runs import Listener, prepare, run
 from builders.texts import LARGE, SENTENCES, SMALL, bert_tokenizer, gpt_tokenizer, make, t5_tokenizer, write
 from tuneport import transfer
 from tuneport.config import DistillConfig
-from tuneport.data.choices import with_answers
+from tuneport.data.answers import with_answers
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import CheckpointError, DataError, TuneportError

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 from builders.folders import Zoo
 from builders.samples import raises
 from builders.texts import SENTENCES, Size, bert_tokenizer, gpt_tokenizer, make, t5_tokenizer, write
-from tuneport.data.choices import without_labels
+from tuneport.data.answers import without_labels
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.measure.objectives import choose_objective

@@ -7,18 +7,16 @@ the file stores them, and are decoded one cell at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, reraised
-from ..io.sizes import format_bytes
 from ..io.untrusted import parse_json, read_apart
 from ..types import Split
 from .dataset import Table, check_count
-from .rows import LARGEST_TABLE, MOST_COLUMNS
+from .rows import MOST_COLUMNS, check_table_size
 
-_BATCH = 256  # cells that are decoded together
 _THRIFT = {"thrift_string_size_limit": 10**8, "thrift_container_size_limit": 10**6}
 
 # pyarrow ends the process where it meets damaged metadata of a column: they are read in a process of their own.
@@ -54,19 +52,6 @@ class _Column(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self._column[int(index)].as_py()
 
-    def __iter__(self) -> Iterator[Any]:
-        for chunk in self._column.chunks:
-            if hasattr(chunk, "dictionary"):
-                values = chunk.dictionary.to_pylist()
-                yield from (None if code is None else values[code] for code in _parts(chunk.indices))
-            else:
-                yield from _parts(chunk)
-
-
-def _parts(array: Any) -> Iterator[Any]:
-    for start in range(0, len(array), _BATCH):
-        yield from array.slice(start, _BATCH).to_pylist()
-
 
 def read_parquet(path: Path, _split: Split) -> Table:
     """Read a Parquet file."""
@@ -95,7 +80,7 @@ def _saved(path: Path) -> tuple[Any, list[str]]:
     whole = datasets.concatenate_datasets(list(parts.values())) if parts else loaded
     check_count(len(whole), path)
     table = whole.with_format("arrow")[:]
-    _check_size(sum(map(_decoded, (chunk for column in table.columns for chunk in column.chunks))), path)
+    check_table_size(sum(map(_decoded, (chunk for column in table.columns for chunk in column.chunks))), path)
     return table, [name for name, part in parts.items() for _ in range(len(part))]
 
 
@@ -108,7 +93,7 @@ def _parquet(path: Path) -> tuple[Any, list[str]]:
     if facts["columns"] > MOST_COLUMNS:
         raise DataError(f"{path} is refused: it has {facts['columns']} columns, and at most {MOST_COLUMNS} are read.")
     check_count(facts["rows"], path)
-    _check_size(max(facts["size"], 8 * facts["values"]), path)
+    check_table_size(max(facts["size"], 8 * facts["values"]), path)
     if "DELTA_BYTE_ARRAY" in facts["encodings"]:
         raise DataError(f"{path} is refused: it has columns in the encoding DELTA_BYTE_ARRAY. Save it without.")
     size = 0
@@ -117,14 +102,8 @@ def _parquet(path: Path) -> tuple[Any, list[str]]:
         for index in range(file.num_row_groups):
             tables.append(file.read_row_group(index))
             size += sum(_decoded(chunk) for column in tables[-1].columns for chunk in column.chunks)
-            _check_size(size, path)
+            check_table_size(size, path)
         return pyarrow.concat_tables(tables) if tables else file.schema_arrow.empty_table(), []
-
-
-def _check_size(size: int, path: Path) -> None:
-    if size > LARGEST_TABLE:
-        most = format_bytes(LARGEST_TABLE)
-        raise DataError(f"{path} is refused: a table may have {most} uncompressed. Split it.")
 
 
 def _decoded(array: Any) -> int:

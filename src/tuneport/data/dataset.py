@@ -115,15 +115,12 @@ class Dataset:
         """The samples at `indices`, in that order; copies no sample and opens no file."""
         wanted = np.asarray(indices)
         picked = np.arange(len(self))[wanted if wanted.size else wanted.astype(np.int64)]
-        return replace(
-            self,
-            inputs=_pick(self.inputs, picked),
-            labels=None if self.labels is None else self.labels[picked],
-            targets=None if self.targets is None else _pick(self.targets, picked),
-            scores=None if self.scores is None else self.scores[picked],
-            base_scores=None if self.base_scores is None else self.base_scores[picked],
-            choices=None if self.choices is None else _pick(self.choices, picked),
-        )
+        arrays = {name: getattr(self, name) for name in ("labels", "scores", "base_scores")}
+        found: dict[str, Any] = {name: array[picked] for name, array in arrays.items() if array is not None}
+        for name in ("inputs", "targets", "choices"):
+            if (items := getattr(self, name)) is not None:
+                found[name] = _pick(items, picked)
+        return replace(self, **found)
 
 
 def _pick(items: Sequence[Any], indices: NDArray[np.int64]) -> Sequence[Any]:
@@ -191,34 +188,25 @@ def count_drawn(
 ) -> int:
     """The number of samples that `samples`, or `shots` of every class, are.
 
-    Args:
-        dataset: the samples to draw from.
-        samples: how many; by default 100, or all if there are fewer.
-        shots: how many of every class that occurs, in place of `samples`.
-        labels_for: what needs labels besides `shots`, in words.
-
-    Raises:
-        DataError: if the data have too few samples, or no labels where they are needed.
+    `samples` are by default 100, or all if there are fewer; `labels_for` says what needs labels besides `shots`. Raises
+    a DataError if the data have too few samples, or no labels where they are needed.
     """
     if samples is not None and shots is not None:
         raise DataError(f"asked for {samples} samples and for {shots} shots; pass `samples` or `shots`, not both.")
     if dataset.labels is None and (shots is not None or labels_for is not None):
         expected = f"expected a label per sample for {labels_for if shots is None else '`shots`'}"
         raise DataError(f"{dataset} has no labels; {expected}. Use `samples` and the sampler random.")
-    if shots is not None:
-        return _count_shots(dataset, shots)
-    count = min(DEFAULT_SAMPLES, max(len(dataset), 1)) if samples is None else samples
-    if count <= 0:
-        raise DataError(f"asked for {count} samples; expected at least 1 in `samples`.")
-    if count > len(dataset):
-        raise DataError(f"asked for {count} samples but {dataset} has {len(dataset)}; lower `samples`.")
-    return count
-
-
-def _count_shots(dataset: Dataset, shots: int) -> int:
+    if shots is None:
+        count = min(DEFAULT_SAMPLES, max(len(dataset), 1)) if samples is None else samples
+        if count <= 0:
+            raise DataError(f"asked for {count} samples; expected at least 1 in `samples`.")
+        if count > len(dataset):
+            raise DataError(f"asked for {count} samples but {dataset} has {len(dataset)}; lower `samples`.")
+        return count
     if shots <= 0:
         raise DataError(f"asked for {shots} shots; expected at least 1 in `shots`.")
-    sizes = Counter([] if dataset.labels is None else dataset.labels.tolist())
+    assert dataset.labels is not None
+    sizes = Counter(dataset.labels.tolist())
     short = [f"{dataset.classes[label]} ({size})" for label, size in sorted(sizes.items()) if size < shots]
     if short:
         raise DataError(
@@ -247,8 +235,7 @@ def align_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
             "Name the classes as the head does, or number them in its order from 0."
         )
     repeats = Counter(head) | Counter(dataset.classes)
-    twice = [name for name in dict.fromkeys(dataset.classes) if repeats[name] > 1]
-    if twice:
+    if twice := [name for name in dict.fromkeys(dataset.classes) if repeats[name] > 1]:
         raise DataError(f"more than one class is called {first_of(twice)}, in {dataset.name} or in the head.")
     return replace(dataset, labels=np.array(places, dtype=np.int64)[dataset.labels], classes=head)
 

@@ -46,7 +46,7 @@ def read_image_folder(path: Path, split: Split) -> Table:
     if not paths and not flat:
         where = f"{path} has no images in its {found} split" if found else f"{path} has no images"
         raise DataError(f"{where}; expected a sub-folder per class, with {', '.join(IMAGE_SUFFIXES)}.")
-    columns: dict[str, list[Any]] = {"image": paths, "label": labels} if paths else {"image": flat}
+    columns = {"image": paths, "label": labels} if paths else {"image": flat}
     return Table(columns, classes, found or "all", expected="one sub-folder of images per class")
 
 
@@ -104,13 +104,10 @@ def check_images(images: NDArray[Any], key: str, path: Path) -> NDArray[Any]:
         raise DataError(f"{key} of {path} is {given}; expected {_IMAGES}.")
     if images.size == 0:
         raise DataError(f"{key} of {path} is empty: {given}.")
-    if kind == "f" and np.isnan(images.min()):
-        wrong = [index for index, pixels in enumerate(images) if np.isnan(pixels).any()]
-        raise DataError(
-            f"{key} of {path} holds NaN in {len(wrong)} of {len(images)} images, the first is {key}[{wrong[0]}]. "
-            "Replace or drop them."
-        )
     if kind == "f" and not (images.min() >= 0 and images.max() <= 1):
+        if wrong := [index for index, pixels in enumerate(images) if np.isnan(pixels).any()]:
+            given = f"holds NaN in {len(wrong)} of {len(images)} images, the first is {key}[{wrong[0]}]"
+            raise DataError(f"{key} of {path} {given}. Replace or drop them.")
         values = f"values from {images.min():g} to {images.max():g}"
         raise DataError(f"{key} of {path} is {images.dtype} with {values}; expected {_IMAGES}.")
     return images

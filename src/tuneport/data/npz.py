@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,9 @@ def read_npz(path: Path, split: Split) -> Table:
     found, images, given, names = _unpack(path, split)
     x, y = ("x", "y") if found is None else (f"x_{found}", f"y_{found}")
     images = check_images(images, x, path)
-    expected = "an array y, or y_train and y_test"
-    pixels = LazySequence(np.arange(len(images)), images.__getitem__)
+    columns: dict[str, Sequence[Any]] = {"image": LazySequence(np.arange(len(images)), images.__getitem__)}
     if y not in given:
-        return Table({"image": pixels}, split=found or "all", files=(path,), expected=expected)
+        return Table(columns, split=found or "all", files=(path,), expected="an array y, or y_train and y_test")
     labels = given[y][:, 0] if given[y].ndim == 2 and given[y].shape[1] == 1 else given[y]
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         what = f"{labels.dtype} of shape {labels.shape}"
@@ -41,11 +40,10 @@ def read_npz(path: Path, split: Split) -> Table:
     if len(labels) != len(images):
         raise DataError(f"{path} has {len(images)} images in {x} but {len(labels)} labels in {y}.")
     classes = _name_classes(given, names, path)
-    wrong = sorted(set(labels.tolist()) - set(range(len(classes))))
-    if wrong:
+    if wrong := sorted(set(labels.tolist()) - set(range(len(classes)))):
         expected = f"0 to {len(classes) - 1} for its {len(classes)} classes"
         raise DataError(f"{y} of {path} has labels {first_of(map(str, wrong))}; expected {expected}.")
-    return Table({"image": pixels, "label": labels.tolist()}, classes, found or "all", (path,))
+    return Table({**columns, "label": labels.tolist()}, classes, found or "all", (path,))
 
 
 def _unpack(path: Path, split: Split) -> tuple[str | None, NDArray[Any], dict[str, NDArray[Any]], NDArray[Any] | None]:
@@ -77,9 +75,8 @@ def _check_headers(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipIn
     total = 0
     for key, member in members.items():
         with archive.open(member) as file:
-            version = npy.read_magic(file)
-            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            shape, _, dtype = read(file)
+            first = npy.read_magic(file) == (1, 0)
+            shape, _, dtype = (npy.read_array_header_1_0 if first else npy.read_array_header_2_0)(file)
         size = math.prod(shape) * dtype.itemsize
         if size > member.file_size and not dtype.hasobject:
             raise DataError(f"cannot read {path}: {key} claims {size} bytes, but has {member.file_size}.")

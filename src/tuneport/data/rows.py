@@ -13,7 +13,6 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ LARGEST_TABLE = 4 * 2**30  # uncompressed bytes
 LARGEST_ROW = 8 * 2**20  # characters; parsed, they take at most about 256 MiB
 MOST_COLUMNS = 1000
 _CHUNK = 2**16  # characters of a JSON list that are read at once
-_BATCH = 2**13  # bytes of rows that are parsed at once, which takes a third of the time
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 
 
@@ -42,22 +40,8 @@ class _Column(Sequence[Any]):
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._cells([self.rows[index]])[0]
-
-    def __iter__(self) -> Iterator[Any]:
-        batch: list[bytes] = []
-        size = 0
-        for row in self.rows:
-            if batch and size + len(row) > _BATCH:
-                yield from self._cells(batch)
-                batch, size = [], 0
-            batch.append(row)
-            size += len(row)
-        yield from self._cells(batch)
-
-    def _cells(self, rows: list[bytes]) -> list[Any]:
-        parsed = json.loads(b"[%b]" % b",".join(rows))
-        return [row[self.place] if isinstance(row, list) else row.get(self.name) for row in parsed]
+        row = json.loads(self.rows[index])
+        return row[self.place] if isinstance(row, list) else row.get(self.name)
 
 
 class _Text:
@@ -88,21 +72,26 @@ class _Text:
             yield line
 
     def _checked(self, text: str) -> str:
-        if self._file.tell() > LARGEST_TABLE:
-            most = format_bytes(LARGEST_TABLE)
-            raise DataError(f"{self.path} is refused: a table may have {most} uncompressed. Split it.")
+        check_table_size(self._file.tell(), self.path)
         return text
 
 
 Parser = Callable[[_Text], Iterator[tuple[Iterable[str], str]]]  # names of columns that a row has, and its JSON text
 
 
-def read_rows(parse: Parser, path: Path, _split: Split, most: int | None = None) -> Table:
-    """Read a text table, or its first rows."""
+def check_table_size(size: int, path: Path) -> None:
+    """Refuse a table that is too large."""
+    if size > LARGEST_TABLE:
+        most = format_bytes(LARGEST_TABLE)
+        raise DataError(f"{path} is refused: a table may have {most} uncompressed. Split it.")
+
+
+def read_rows(parse: Parser, path: Path, _split: Split) -> Table:
+    """Read a text table."""
     rows: list[bytes] = []
     names: dict[str, None] = {}
     with gzip.open(path) if path.name.lower().endswith(".gz") else path.open("rb") as file:
-        for found, text in islice(parse(_Text(file, path)), most):
+        for found, text in parse(_Text(file, path)):
             names.update(dict.fromkeys(found))
             if len(names) > MOST_COLUMNS:
                 raise DataError(f"{path} is refused: it has more than {MOST_COLUMNS} columns.")
@@ -169,7 +158,6 @@ def delimited(delimiter: str, file: _Text) -> Iterator[tuple[Iterable[str], str]
     try:
         header = next(reader, [])
         places = {name: place for place, name in enumerate(header)}
-        names: Iterable[str] = places
         file.begin_row()
         for fields in reader:
             file.begin_row()
@@ -177,7 +165,6 @@ def delimited(delimiter: str, file: _Text) -> Iterator[tuple[Iterable[str], str]
                 expected = f"expected {len(header)} as in its header"
                 raise DataError(f"line {file.line} of {file.path} has {len(fields)} fields; {expected}.")
             if fields:
-                yield names, _encode([fields[place] for place in places.values()])
-                names = ()  # known from the first row
+                yield places, _encode([fields[place] for place in places.values()])
     except csv.Error as error:
         raise DataError(f"line {file.line} of {file.path} is malformed: {brief(error)}.") from error

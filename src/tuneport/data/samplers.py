@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,8 +16,6 @@ from torch import Generator, Tensor
 
 from ..errors import DataError, unknown_name
 from .dataset import Dataset, count_drawn
-
-SamplingRule: TypeAlias = Callable[[Tensor, int, Generator, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Sampler:
     """
 
     description: str
-    rule: SamplingRule
+    rule: Callable[[Tensor, int, Generator, Tensor | None], Tensor]
     needs_labels: bool = True
     needs_features: bool = False
     balanced: bool = False
@@ -78,12 +75,10 @@ def select(
     seed: int = 0,
     features: Callable[[Dataset], Tensor] | None = None,
 ) -> NDArray[np.int64]:
-    """Indices of the calibration samples: `samples` (100) through a sampler, or `shots` of every class.
+    """Indices of the calibration samples, as many as `count_drawn` says, through a sampler by name.
 
-    Args:
-        samples, shots: as of `count_drawn`.
-        sampler: a name in SAMPLERS; with `shots`, "random" draws at random within every class.
-        features: maps a dataset to its pre-trained features (N, width); called only if the sampler needs them.
+    With `shots`, "random" draws at random within every class. `features` maps a dataset to its pre-trained features
+    (N, width), if the sampler needs them.
 
     >>> data = Dataset(inputs=list("abcdef"), labels=np.array([0, 0, 0, 1, 1, 1]), classes=("x", "y"))
     >>> few, more = select(data, samples=2, seed=3), select(data, samples=4, seed=3)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..data.choices import candidates_of, each_answer
+from ..data.answers import candidates_of, each_answer
 from ..data.dataset import UNLABELLED, Dataset, align_labels, with_prompts
 from ..errors import DataError, TuneportError
 from ..models.base import Model, widened

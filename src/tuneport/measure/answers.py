@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data.chat import prompt_of
-from ..data.choices import candidates_of, with_answers
+from ..data.answers import candidates_of, prompt_of, with_answers
 from ..data.dataset import Dataset
 from ..errors import DataError
 from ..models.base import Model

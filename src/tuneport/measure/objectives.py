@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data.chat import last_answer
-from ..data.choices import each_answer
+from ..data.answers import each_answer, last_answer
 from ..data.dataset import UNLABELLED, Dataset
 from ..errors import DataError, TuneportError, brief, reraised, shortened, unknown_name
 from ..models.base import Model, widened

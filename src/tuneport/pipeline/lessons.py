@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..config import LessonsConfig, UpgradeConfig
-from ..data.chat import prompt_of
-from ..data.choices import candidates_of
+from ..data.answers import candidates_of, prompt_of
 from ..data.dataset import Dataset, as_prompts, joined
 from ..data.tasks import read_data
 from ..data.views import augmented

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.choices import each_answer, fewer_choices
+from ..data.answers import each_answer, fewer_choices
 from ..data.dataset import UNLABELLED, with_prompts
 from ..measure.capture import PairedBatch
 from ..measure.fitted_heads import fitted

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ..data.choices import shared_answers
+from ..data.answers import shared_answers
 from ..errors import DataError, first_of
 from ..models.generation import Sampling
 from ..processes import by_first

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..data.chat import prompt_of
-from ..data.choices import candidates_of, with_answers
+from ..data.answers import candidates_of, prompt_of, with_answers
 from ..data.dataset import Dataset
 from ..errors import DataError, TuneportError
 from ..measure.accuracy import answer_likelihoods, perplexity

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.chat import last_answer
-from ..data.choices import shared_answers, without_labels
+from ..data.answers import last_answer, shared_answers, without_labels
 from ..data.dataset import UNLABELLED, as_numbers
 from ..errors import DataError, TuneportError, first_of
 from ..measure.answers import is_choice
