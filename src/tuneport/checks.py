@@ -39,7 +39,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 
 
 def check_command(inputs: Declared | None, config: Config) -> None:
-    """Refuse what can be told of a command from names, paths and the first rows of the data.
+    """Refuse what can be told of a command from names, paths and small data.
 
     Raises:
         OptionError: for names that are unknown.

@@ -26,11 +26,11 @@ from .arrow import read_parquet, read_saved
 from .dataset import SPLIT_NAMES, Dataset, LazySequence, Table, choose_split, reading
 from .images import open_array, open_cell, open_file, read_image_folder
 from .npz import read_npz
-from .rows import delimited, json_lines, json_list, read_rows, text_lines
+from .rows import Parser, delimited, json_lines, json_list, read_rows, text_lines
 
 Reader = Callable[[Path, Split], Table]
 
-_TEXTS = {
+_TEXTS: dict[str, Parser] = {
     ".jsonl": json_lines,
     ".json": json_list,
     ".csv": partial(delimited, ","),

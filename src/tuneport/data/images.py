@@ -46,7 +46,7 @@ def read_image_folder(path: Path, split: Split) -> Table:
     if not paths and not flat:
         where = f"{path} has no images in its {found} split" if found else f"{path} has no images"
         raise DataError(f"{where}; expected a sub-folder per class, with {', '.join(IMAGE_SUFFIXES)}.")
-    columns = {"image": paths, "label": labels} if paths else {"image": flat}
+    columns: dict[str, list[Any]] = {"image": paths, "label": labels} if paths else {"image": flat}
     return Table(columns, classes, found or "all", expected="one sub-folder of images per class")
 
 
