@@ -20,9 +20,8 @@ from ..io.checkpoint import open_checkpoint, read_record
 from ..io.fingerprint import same_weights
 from ..io.places import check_no_parts, local
 from ..io.tensors import check_finite, renamed
-from ..task_vectors.lora_convert import as_lora
 from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter
-from ..task_vectors.lora_read import task_vector_of, transposed_weights
+from ..task_vectors.lora_read import as_lora, task_vector_of, transposed_weights
 from ..task_vectors.merge import merge
 from ..task_vectors.vector import FORMAT, TaskVector, load_task_vector
 from ..types import Sides

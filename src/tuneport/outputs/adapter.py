@@ -21,8 +21,16 @@ from ..report.record import Record
 from ..task_vectors.account import account
 from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights, whole_tensors
-from ..task_vectors.lora_write import UNCUT, AdapterForm, Packed, no_place, pack, saved_modules
-from ..task_vectors.servers import vllm_rank, vllm_refusals
+from ..task_vectors.lora_write import (
+    UNCUT,
+    AdapterForm,
+    Packed,
+    no_place,
+    pack,
+    saved_modules,
+    vllm_rank,
+    vllm_refusals,
+)
 from .base import TEXTS, Output, Update, update_bytes, write_texts
 
 TASKS = {  # of peft, by the ends of names of classes

@@ -33,9 +33,8 @@ from ..outputs import AdapterOutput, Update, output_of
 from ..outputs.adapter import adapter_entry
 from ..report.provenance import files_identity, identity_of, package_version, versions
 from ..report.record import to_json, write_record
-from ..task_vectors.lora_convert import as_lora
 from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter, write_adapter
-from ..task_vectors.lora_read import task_vector_of, transposed_weights
+from ..task_vectors.lora_read import as_lora, task_vector_of, transposed_weights
 from ..task_vectors.merge import merge as merge_vectors
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 from ..types import Events

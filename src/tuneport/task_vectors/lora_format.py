@@ -1,7 +1,7 @@
 """PEFT adapters as they are stored: read the configuration and tensors of a folder or live model, write a folder.
 
 The folder format (`adapter_config.json` and `adapter_model.safetensors`) is read and written directly, so peft is not
-needed for a LoRA; other types are converted (`lora_convert`). An adapter that cannot be ported is refused with the
+needed for a LoRA; other types are converted (`lora_read.as_lora`). An adapter that cannot be ported is refused with the
 reason.
 """
 
@@ -38,14 +38,8 @@ UNREAD = {
 }
 # Types that add trained tokens.
 TOKENS = (
-    "PROMPT_TUNING",
-    "MULTITASK_PROMPT_TUNING",
-    "P_TUNING",
-    "PREFIX_TUNING",
-    "CPT",
-    "CARTRIDGE",
-    "ADAPTION_PROMPT",
-)
+    "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "CARTRIDGE", "ADAPTION_PROMPT",
+)  # fmt: skip
 # Initialisations that change the base weights: B A is then not the whole change.
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -90,23 +84,23 @@ def is_adapter(thing: object) -> bool:
 def open_adapter(thing: str | Path | nn.Module) -> Adapter:
     """Open an adapter folder, or the active adapter of a live model; refuse one that cannot be read exactly."""
     adapter = _live_adapter(thing) if isinstance(thing, nn.Module) else _stored_adapter(Path(thing))
+    config = adapter.config
+    start, stated = config.get("init_lora_weights"), config.get("base_model_name_or_path")
+    wrong = ""
     if adapter.kind in TOKENS:
-        raise CheckpointError(
-            f"{adapter.name} is an adapter of type {adapter.kind}: it adds trained tokens and changes no weight, so "
-            "that nothing can be ported. Port a LoRA or a full fine-tune."
+        wrong = (
+            f"is an adapter of type {adapter.kind}: it adds trained tokens and changes no weight, so that nothing can "
+            "be ported. Port a LoRA or a full fine-tune."
         )
-    unread = [words for key, words in UNREAD.items() if adapter.config.get(key)]
-    if unread:
-        raise CheckpointError(
-            f"{adapter.name} uses {first_of(unread)}, which tuneport does not read. Merge it into its base."
-        )
-    start = adapter.config.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
-        raise CheckpointError(
-            f"{adapter.name} was initialised by {start}, which changes the base weights. Save it again with "
+    elif unread := [words for key, words in UNREAD.items() if config.get(key)]:
+        wrong = f"uses {first_of(unread)}, which tuneport does not read. Merge it into its base."
+    elif isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+        wrong = (
+            f"was initialised by {start}, which changes the base weights. Save it again with "
             "path_initial_model_for_weight_conversion, which makes it a plain LoRA."
         )
-    stated = adapter.config.get("base_model_name_or_path")
+    if wrong:
+        raise CheckpointError(f"{adapter.name} {wrong}")
     if stated is not None and not isinstance(stated, str):
         given = f"is {type(stated).__name__}; expected the name of a model"
         raise CheckpointError(f"base_model_name_or_path in {CONFIG} of {adapter.name} {given}.")

@@ -1,4 +1,4 @@
-"""Convert a LoRA adapter to a task vector.
+"""Convert a LoRA adapter, or what peft makes a LoRA of, to a task vector.
 
 A LoRA changes a weight by `scaling * B A`, which becomes a LowRank entry; the other contents of an adapter (whole
 modules, biases, DoRA's magnitudes) become dense entries. Adapters name modules as in the live model. Everything that
@@ -7,26 +7,31 @@ does not fit the base is collected into one CheckpointError.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, first_of, shortened
+from ..errors import CheckpointError, TuneportError, brief, first_of, shortened
 from ..io.places import CONFIG
 from ..io.tensors import LazyMapping, TensorSpec, describe
 from ..io.untrusted import LONGEST_NAME
 from .lora_format import PREFIX, TWICE, Adapter
 from .low_rank import Entry, LowRank
 from .vector import TaskVector
-from .wrappers import renaming
 
 _INNER = ".base_layer.out_proj.lora_"
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>A|B|embedding_A|embedding_B|magnitude_vector)(?:\.(?P<last>\w+))?")
+
+# Of the squared norm, which peft sums twice in float32, in another order: two sums of r squares differ by up to 2r
+# roundings of 2^-24 each. With all of it, the rank would depend on their last digit.
+SHARE = 1 - 2**-21
 
 
 def transposed_weights(module: nn.Module) -> frozenset[str]:
@@ -47,7 +52,7 @@ def task_vector_of(
     One of the two may be inside a wrapper: names of the adapter may begin with `bert.` and those of a bare base not.
 
     Args:
-        adapter: a LoRA; `lora_convert.as_lora` converts other types.
+        adapter: a LoRA; `as_lora` converts other types.
         base: the weights that it changes.
         other_names: further names of tensors (such as those in the files) -> names of `base`.
         transposed: the weights that are stored as (in, out); by default inferred from shapes and `fan_in_fan_out`.
@@ -63,20 +68,19 @@ def task_vector_of(
         names = (name if name in base else others.get(name) for name in map(rename, candidates))
         return next((name for name in names if name is not None and name in base), None)
 
-    loras, whole, wrong = _sorted_keys(adapter, find, head)
-    is_transposed = _transposition(adapter, loras, base, transposed)
+    found, whole, wrong = _sorted_keys(adapter, find, head)
+    is_transposed = _transposition(adapter, found, base, transposed)
+    loras: dict[str, _Lora] = {}
     biases: dict[str, tuple[str, float]] = {}  # key and scaling
-    for weight, lora in list(loras.items()):
-        if _INNER in lora.keys.get("A", "") and "B" in lora.keys:
-            if all(bool(adapter.tensors[lora.keys[side]].any()) for side in "AB"):
-                wrong.append(f"{lora.path} ({TWICE}: merge the adapter into its base)")
-            del loras[weight]
+    for weight, raw in found.items():
+        if _INNER in raw.keys.get("A", "") and "B" in raw.keys:
+            if all(bool(adapter.tensors[raw.keys[side]].any()) for side in "AB"):
+                wrong.append(f"{raw.path} ({TWICE}: merge the adapter into its base)")
             continue
         try:
-            loras[weight] = lora = _checked(adapter, lora, describe(base, weight).shape, is_transposed(weight))
+            lora = loras[weight] = _checked(adapter, raw, describe(base, weight).shape, is_transposed(weight))
         except CheckpointError as error:
-            wrong.append(f"{lora.path} ({error})")
-            del loras[weight]
+            wrong.append(f"{raw.path} ({error})")
             continue
         if "B.bias" in lora.keys:
             bias = find(f"{lora.path}.bias")
@@ -96,17 +100,7 @@ def task_vector_of(
             f"{len(wrong)} parts of the adapter {adapter.name}, whose base is {shortened(stated)}, do not fit: "
             f"{first_of(wrong)}."
         )
-    return _as_vector(adapter, base, loras, biases, {name: key for name, key in whole.items() if name not in loras})
-
-
-def _as_vector(
-    adapter: Adapter,
-    base: Mapping[str, Tensor],
-    loras: Mapping[str, _Lora],
-    biases: Mapping[str, tuple[str, float]],
-    whole: Mapping[str, str],
-) -> TaskVector:
-    """The task vector of the checked parts of an adapter, by names of the base."""
+    whole = {name: key for name, key in whole.items() if name not in loras}
 
     def wide(name: str) -> torch.dtype:
         return torch.promote_types(describe(base, name).dtype, torch.float32)
@@ -240,7 +234,7 @@ def _checked(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: 
     if "magnitude" in lora.keys and math.prod(describe(adapter.tensors, lora.keys["magnitude"]).shape) != B[0]:
         raise CheckpointError(f"its magnitudes do not fit factors {A} and {B}")
     keys = {side.removeprefix(kind): key for side, key in lora.keys.items()}
-    return _Lora(lora.path, keys, scaling, rank, flipped)
+    return replace(lora, keys=keys, scaling=scaling, rank=rank, transposed=flipped)
 
 
 def _setting(config: Mapping[str, Any], patterns: str, default: str, path: str, otherwise: int) -> Any:
@@ -266,3 +260,78 @@ def _read(tensors: Mapping[str, Tensor], lora: _Lora, base: Mapping[str, Tensor]
     scaled = (factor * rows).T if lora.transposed else (factor * rows).reshape(weight.shape)
     change: Tensor = scaled - weight
     return change
+
+
+def renaming(names: Collection[str], base: Iterable[str]) -> Callable[[str], str]:
+    """A function from `names` to those of the base, where one of the two models is inside a wrapper of any depth.
+
+    >>> renaming(["bert.encoder.0.lora_A"], ["encoder.0.weight"])("bert.encoder.0.lora_A")
+    'encoder.0.lora_A'
+    >>> renaming(["encoder.0.weight"], ["bert.encoder.0.weight", "head.weight"])("encoder.0.weight")
+    'bert.encoder.0.weight'
+    """
+    modules = {name.rpartition(".")[0] for name in base} - {""}
+    if any(_first_in(modules, name) for name in names):
+        return lambda name: name
+    cut = (next((outer for outer, inner in _cuts(name) if _first_in(modules, inner)), None) for name in names)
+    if removed := Counter(filter(None, cut)):
+        return lambda name: name.removeprefix(removed.most_common(1)[0][0])
+    inside: dict[str, set[str]] = {}
+    for module in modules:
+        for outer, inner in _cuts(module):
+            inside.setdefault(inner, set()).add(outer)
+    found = (inside.get(_first_in(inside, name), set()) for name in names)
+    added = Counter(outer for outers in found if len(outers) == 1 for outer in outers)
+    return lambda name: added.most_common(1)[0][0] + name if added else name
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """The ways to cut a name after one of its dots."""
+    parts = name.split(".")
+    return ((".".join(parts[:at]) + ".", ".".join(parts[at:])) for at in range(1, len(parts)))
+
+
+def _first_in(modules: Collection[str], name: str) -> str:
+    """The module that a name begins with, the longest that is known; empty if none is."""
+    return max((outer[:-1] for outer, _ in _cuts(name) if outer[:-1] in modules), key=len, default="")
+
+
+def as_lora(adapter: Adapter, module: nn.Module) -> Adapter:
+    """The adapter itself if it is a LoRA, else what peft converts it to on a copy of its base.
+
+    The LoRA has the rank of the change, without singular values whose squares are lost in a sum in float32.
+    """
+    if adapter.kind == "LORA":
+        return adapter
+    advice = "Merge it into its base with merge_and_unload() of peft, and give the merged model as `finetuned`."
+    try:
+        from peft import PeftConfig, convert_to_lora, get_peft_model, set_peft_model_state_dict
+    except ImportError as error:
+        raise CheckpointError(
+            f"{adapter.name} is an adapter of type {adapter.kind}, which needs a peft that converts it to LoRA (0.19 "
+            f"or newer). {advice}"
+        ) from error
+    parameters = dict(module.named_parameters())
+    names, saved = plain_names(adapter), adapter.config.get("modules_to_save") or ()
+    rename = renaming(names, parameters)
+    whole = {name for name in names if rename(name) in parameters or name.split(".")[0] in saved}
+    factors = {name: key for name, key in names.items() if name not in whole}
+    settings = {**adapter.config, "task_type": None, "modules_to_save": None}
+    try:
+        model = get_peft_model(copy.deepcopy(module), PeftConfig.from_peft_type(**settings))
+        if not model.supports_lora_conversion():
+            raise TuneportError("peft cannot convert it to LoRA")
+        # a key outside the model, as of VeRA's shared matrices, keeps its name
+        stored = {key.replace(name, rename(name)): adapter.tensors[key] for name, key in factors.items()}
+        loaded: Any = set_peft_model_state_dict(model, stored)
+        unknown = loaded.unexpected_keys
+        if unknown:
+            raise TuneportError(f"{len(unknown)} of its tensors do not fit the base: {first_of(unknown)}")
+        config, tensors = convert_to_lora(model, SHARE)
+    except Exception as error:
+        raise CheckpointError(
+            f"{adapter.name} is an adapter of type {adapter.kind}, not a LoRA: {brief(error)}. {advice}"
+        ) from error
+    kept = {PREFIX + name: adapter.tensors[names[name]] for name in whole}
+    facts = {key: adapter.config.get(key) for key in ("task_type", "modules_to_save", "base_model_name_or_path")}
+    return Adapter(adapter.name, {**config.to_dict(), **facts}, {**tensors, **kept}, adapter.files, adapter.classes)

@@ -2,12 +2,15 @@
 
 Low-rank entries are stored exactly; dense entries are truncated to a rank, and the lost share of the update is
 reported. A head is stored whole, in `modules_to_save`. What an adapter cannot hold is reported with the reason.
+
+The checks of vLLM are those of its `peft_helper.py`, `lora_model.py` and `config/lora.py`. It does not read
+`rank_pattern`, so one rank for all layers is the safe form. It casts the factors to its own dtype.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,6 +26,10 @@ from .vector import TaskVector
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CLASSIFIERS = ("classifier", "score")  # peft always saves modules of these names whole for its two tasks of labels
 LABELS = ("SEQ_CLS", "TOKEN_CLS")
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+VLLM_MODULES = frozenset(
+    ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj")
+)
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,11 @@ class AdapterForm:
     def cut(self, vector: TaskVector, module: nn.Module, saved: Sequence[str] = ()) -> Cut:
         """What an adapter of a live module holds of a task vector; the modules in `saved` are stored whole."""
         whole = [name for name in vector if name.startswith(tuple(f"{path}." for path in saved))]
-        places = _places(module, [name for name in vector if name not in whole])
-        kept = {name: place for name, place in places.items() if isinstance(place, str)}
         held: dict[str, Entry] = {name: vector[name] for name in whole}
-        lost = {}
-        for name, place in places.items():
+        lost, kept = {}, {}
+        for name, place in _places(module, [name for name in vector if name not in held]).items():
             if isinstance(place, str):
+                kept[name] = place
                 continue
             entry = vector[name]
             if place.kind == "bias":
@@ -93,16 +99,10 @@ def pack(
     head: Iterable[str] = (),
     about: Mapping[str, Any] | None = None,
 ) -> Packed:
-    """Convert a task vector of a live module to a LoRA that peft loads.
+    """Convert a task vector, by parameter names of a live module with the weights `base`, to a LoRA that peft loads.
 
-    Biases are stored as their new values, as peft stores trained biases.
-
-    Args:
-        vector: the task vector, by parameter names of `module`.
-        base: the weights of `module`, the live module that the adapter is for.
-        scale: factor of the task vector, folded into B, with lora_alpha = r.
-        head: parameters of `module` that are stored whole.
-        about: additional settings of the adapter's configuration.
+    The scale is folded into B, with lora_alpha = r; parameters of the `head` are stored whole; `about` has further
+    settings of the configuration. Biases are stored as their new values, as peft stores trained biases.
     """
     saved = saved_modules(module, head, (about or {}).get("task_type"))
     cut = form.cut(vector, module, saved)
@@ -131,8 +131,23 @@ def pack(
     for name, place in biases.items():
         tensors[PREFIX + (_bias_key(name, place.target) if place.target in ranks else name)] = new(name)
     trained = "none" if not biases else "lora_only" if all(p.target in ranks for p in biases.values()) else "all"
+    largest = max(ranks.values())
+    others = {f"^{re.escape(target)}": rank for target, rank in ranks.items() if rank != largest}
     config = {
-        **_config(module, ranks, about or {}),
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        **(about or {}),
+        "r": largest,
+        "lora_alpha": largest,
+        "rank_pattern": others,
+        "alpha_pattern": dict(others),
+        "target_modules": _target_modules(module, list(ranks)),
+        "lora_dropout": 0.0,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
         "fan_in_fan_out": any(places[name].kind == "transposed" for name in factors),
         "bias": trained,
         "modules_to_save": saved or None,
@@ -160,28 +175,6 @@ def _padded(factors: LowRank, rank: int) -> LowRank:
     """The same matrix with factors of this rank."""
     zeros = factors.in_factor.new_zeros(rank - factors.rank, *factors.shape[1:])
     return LowRank(F.pad(factors.out_factor, (0, len(zeros))), torch.cat([factors.in_factor, zeros]))
-
-
-def _config(module: nn.Module, ranks: Mapping[str, int], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of a LoRA with a rank for each adapted module and a scaling of 1."""
-    most = max(ranks.values())
-    others = {f"^{re.escape(target)}": number for target, number in ranks.items() if number != most}
-    return {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": None,
-        **about,
-        "r": most,
-        "lora_alpha": most,
-        "rank_pattern": others,
-        "alpha_pattern": dict(others),
-        "target_modules": _target_modules(module, list(ranks)),
-        "lora_dropout": 0.0,
-        "use_rslora": False,
-        "use_dora": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-    }
 
 
 class _Place(NamedTuple):
@@ -259,3 +252,26 @@ def _target_modules(module: nn.Module, paths: Sequence[str]) -> list[str] | str:
     if any(name.endswith(endings) and name not in paths for name, _ in module.named_modules()):
         return "|".join(re.escape(path) for path in paths)
     return list(paths)
+
+
+def vllm_rank(adapter: Adapter) -> int | None:
+    """The least `--max-lora-rank` with which vLLM loads an adapter; None if no value is large enough."""
+    return next((rank for rank in VLLM_RANKS if rank >= int(adapter.config["r"])), None)
+
+
+def vllm_refusals(adapter: Adapter) -> Iterator[str]:
+    """The reasons why vLLM would refuse an adapter, or would serve something else."""
+    config = adapter.config
+    if vllm_rank(adapter) is None:
+        yield f"rank {config['r']}, and {VLLM_RANKS[-1]} is the largest: pass `rank=R`"
+    if config.get("rank_pattern"):
+        yield "layers of several ranks: pass `uniform_rank=True`"
+    if config.get("use_dora"):
+        yield "DoRA"
+    if saved := config.get("modules_to_save"):
+        yield f"modules that are stored whole ({first_of(saved)})"
+    if config.get("bias", "none") != "none":
+        yield "biases"
+    paths = {key.partition(".lora_")[0].rpartition(".")[2] for key in adapter.tensors if ".lora_" in key}
+    if others := sorted(paths - VLLM_MODULES):
+        yield f"layers that it does not adapt ({first_of(others)})"

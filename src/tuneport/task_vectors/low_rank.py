@@ -71,9 +71,6 @@ class LowRank:
 
     __rmul__ = __mul__
 
-    def __neg__(self) -> LowRank:
-        return self * -1.0
-
 
 Entry = torch.Tensor | LowRank
 

@@ -31,12 +31,8 @@ def merge(
     A sum keeps low-rank entries low-rank. TIES keeps the largest entries of each tensor and averages those of the
     elected sign; DARE keeps entries at random and rescales them. Both make dense entries.
 
-    Args:
-        vectors: task vectors under the names of one base.
-        weights: a factor for each; 1 unless given.
-        rule: "sum", "ties", "dare" or "dare-ties".
-        density: the share of entries that TIES and DARE keep, of each tensor of each vector.
-        seed: of the entries that DARE keeps.
+    `weights` are a factor for each vector (1), `density` the share of entries that TIES and DARE keep, of each tensor
+    of each vector, `seed` that of the entries that DARE keeps.
     """
     factors = [1.0] * len(vectors) if weights is None else [float(weight) for weight in weights]
     if rule not in RULES:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -103,8 +105,7 @@ class TaskVector(LazyMapping[Entry]):
             return NotImplemented
         shared = dict.fromkeys(name for name in self if name in other)
         shapes = {name: (self.shape(name), other.shape(name)) for name in shared}
-        differing = [f"{name} {one} vs {two}" for name, (one, two) in shapes.items() if one != two]
-        if differing:
+        if differing := [f"{name} {one} vs {two}" for name, (one, two) in shapes.items() if one != two]:
             raise TuneportError(
                 f"{len(differing)} of {len(shared)} shared tensors of two task vectors differ in shape: "
                 f"{first_of(differing, 3)}. Only task vectors of the same model can be added."
@@ -144,7 +145,7 @@ class TaskVector(LazyMapping[Entry]):
         self.check_known(*names)
         old_of = {names.get(name, name): name for name in self}
         if len(old_of) < len(self):
-            clash = sorted({new for new in names.values() if sum(names.get(old, old) == new for old in self) > 1})
+            clash = [new for new, count in Counter(names.get(name, name) for name in self).items() if count > 1]
             raise TuneportError(f"several tensors would be renamed to {first_of(clash)}. Give each its own name.")
         return TaskVector(LazyMapping(old_of, lambda new: self[old_of[new]]), lambda new: self.spec(old_of[new]))
 
@@ -161,8 +162,7 @@ class TaskVector(LazyMapping[Entry]):
         not name stay unchanged. Every entry must fit a tensor of the base.
         """
         scale = _finite(scale)
-        unknown = [name for name in self if name not in base]
-        if unknown:
+        if unknown := [name for name in self if name not in base]:
             missing = f"{len(unknown)} of {len(self)} tensors are not in the base: {nearest(unknown, base)}"
             raise TuneportError(f"{missing}. Use rename() or subset().")
         unfit = [
@@ -204,8 +204,7 @@ def save_task_vector(
     are `format: tuneport-task-vector`, `version: 1` and the given ones. The file name must end in .safetensors.
     """
     check_file_name(path)
-    reserved = [name for name in vector if name.endswith((_OUT, _IN))]
-    if reserved:
+    if reserved := [name for name in vector if name.endswith((_OUT, _IN))]:
         raise TuneportError(f"task vector cannot be saved: names must not end in ::out or ::in: {first_of(reserved)}.")
     parts: dict[str, TensorSpec] = {}
     for name in vector:
@@ -240,23 +239,19 @@ def load_task_vector(path: PathLike) -> TaskVector:
     if Path(path).is_dir():
         raise CheckpointError(f"{path} is a folder, not a task vector. Make one with tuneport extract.")
     stored = open_checkpoint(path)
-    found = stored.metadata.get("format")
-    if found != FORMAT:
+    if (found := stored.metadata.get("format")) != FORMAT:
         why = f"its metadata have format {shortened(repr(found))}, expected {FORMAT!r}"
         raise CheckpointError(f"{path} is not a task vector: {why}. Make one with tuneport extract.")
-    if stored.metadata.get("version") != VERSION:
+    if (version := stored.metadata.get("version")) != VERSION:
         raise CheckpointError(
-            f"{path} has version {shortened(repr(stored.metadata.get('version')))} of the task-vector format, "
+            f"{path} has version {shortened(repr(version))} of the task-vector format, "
             f"this tuneport reads {VERSION!r}. Upgrade tuneport or make the file again."
         )
-    low = dict.fromkeys(n.removesuffix(_OUT).removesuffix(_IN) for n in stored if n.endswith((_OUT, _IN)))
-    broken = [name for name in low if not _are_factors(stored, name)]
-    if broken:
+    low = dict.fromkeys(name.removesuffix(_OUT).removesuffix(_IN) for name in stored if name.endswith((_OUT, _IN)))
+    if broken := [name for name in low if not _are_factors(stored, name)]:
         raise CheckpointError(f"{path} is damaged: {first_of(broken)} lack one of two factors of matching shapes.")
-
     dtypes = ((name, stored.dtype(name)) for name in stored)
-    odd = [f"{n} ({dtype})" for n, dtype in dtypes if not dtype.is_floating_point or is_quantised(dtype)]
-    if odd:
+    if odd := [f"{name} ({dtype})" for name, dtype in dtypes if not dtype.is_floating_point or is_quantised(dtype)]:
         raise CheckpointError(f"{path} is damaged: {first_of(odd)} are not differences of weights.")
 
     def read(name: str) -> Entry:
@@ -281,10 +276,7 @@ def _are_factors(stored: Tensors, name: str) -> bool:
 
 
 def _finite(factor: float) -> float:
-    try:
-        number = float(factor)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise TuneportError(f"a task vector is scaled by a finite number, got {factor!r}.")
-    return number
+    with suppress(TypeError, ValueError):
+        if math.isfinite(number := float(factor)):
+            return number
+    raise TuneportError(f"a task vector is scaled by a finite number, got {factor!r}.")

@@ -16,7 +16,7 @@ from builders import texts
 from builders.loras import adapted, saved
 from tuneport.report.summary import summary_rows
 from tuneport.task_vectors.lora_format import Adapter, open_adapter
-from tuneport.task_vectors.servers import vllm_rank, vllm_refusals
+from tuneport.task_vectors.lora_write import vllm_rank, vllm_refusals
 
 
 @pytest.fixture(scope="module")
