@@ -50,18 +50,22 @@ def check_command(inputs: Declared | None, config: Config) -> None:
     _check_names(given, config)
     if config.command == "demo" or inputs is None:
         return
-    for place in _places(given, config):
-        _check_place(place)
+    head, generator, extra = (getattr(config, name, None) for name in ("head", "generator", "extra"))
+    for place in (*(place for _, place in _named(given)), given.get("out"), head, generator, extra):
+        if place is not None:
+            _check_place(str(place))
     if "out" in given:
         _check_out(given, config)
-    extra = {"data": getattr(config, "extra", None)}
-    if wrong := [*islice(_wrong_models(given, config), 10), *_missing_data(given), *_missing_data(extra)]:
-        kinds, texts = {kind for kind, _ in wrong}, list(dict.fromkeys(text for _, text in wrong))
+    models = [(name, place) for name, place in _named(given) if name != "data"]
+    found = (_wrong_input(name, place, config.command) for name, place in [*models, *_named({"target": generator})])
+    wrong = list(dict.fromkeys(islice(filter(None, found), 10)))
+    missing = list(dict.fromkeys(filter(None, map(_missing_data, (given.get("data"), extra)))))
+    if wrong or missing:
+        kind = TuneportError if wrong and missing else CheckpointError if wrong else DataError
         tail = f" Give {ACCEPTED}."
-        said = " ".join(text.removesuffix(tail) for text in texts)
-        more = tail if any(text.endswith(tail) for text in texts) else ""
-        raise (kinds.pop() if len(kinds) == 1 else TuneportError)(said + more)
-    if wrong_heads := list(_wrong_heads(given, getattr(config, "head", None))):
+        said = " ".join(text.removesuffix(tail) for text in (*wrong, *missing))
+        raise kind(said + (tail if any(text.endswith(tail) for text in wrong) else ""))
+    if wrong_heads := list(_wrong_heads(given, head)):
         raise DataError(f"{' '.join(wrong_heads)} Pass one of its heads or a file as `head`.")
     if given.get("data") is not None:
         _check_data(str(given["data"]), config)
@@ -70,58 +74,27 @@ def check_command(inputs: Declared | None, config: Config) -> None:
 def _check_names(given: dict[str, Any], config: Config) -> None:
     """Refuse unknown names, and combinations of inputs and options."""
     wrong = []
-    for option, kind, known in (("method", "method", METHODS), ("sampler", "sampler", SAMPLERS)):
-        if (name := getattr(config, option, known[0])) not in known:
+    names = ("method", "sampler", "loss", "device", "weights", "shapes_only")
+    method, sampler, loss, device, weights, shapes_only = (getattr(config, name, None) for name in names)
+    for kind, name, known in (("method", method, METHODS), ("sampler", sampler, SAMPLERS)):
+        if name is not None and name not in known:
             wrong.append(unknown_name(kind, name, known))
-    loss, device = getattr(config, "loss", None), getattr(config, "device", "cpu")
     if loss is not None and ":" not in loss and loss not in LOSSES:
         wrong.append(unknown_name("loss", loss, LOSSES) + " Or pass MODULE:FUNCTION.")
-    if device.partition(":")[0] not in DEVICES:
+    if device is not None and device.partition(":")[0] not in DEVICES:
         wrong.append(f"device '{device}' is not available. Pass auto, cpu or cuda.")
-    weights = getattr(config, "weights", None)
     if weights is not None and len(weights) != len(given["finetuned"]):
         wrong.append(f"{len(given['finetuned'])} fine-tunes and {len(weights)} `weights`: give a weight for each.")
-    method = getattr(config, "method", None)
     if config.command == "transfer" and given["data"] is None and method in METHODS and method not in WITHOUT_DATA:
         wrong.append(f"the method {method} needs calibration data: pass `data`.")
     if config.command == "evaluate" and (given["data"] is None) == (given["ask"] is None):
         wrong.append("pass `data` to score models, or `ask` with a prompt that they answer: one of them.")
     if isinstance(config, UpgradeConfig):
         config.check_known(given["data"])
-    if config.command == "plan" and not given["finetuned"] and not getattr(config, "shapes_only", False):
+    if config.command == "plan" and not given["finetuned"] and not shapes_only:
         wrong.append("`finetuned` is needed; only `shapes_only` does without it.")
     if wrong:
         raise OptionError(" ".join(wrong))
-
-
-def _places(given: dict[str, Any], config: Config) -> Iterator[str]:
-    """Yield all paths and names that a command reads or writes."""
-    yield from (place for _, place in _named(given))
-    others = (given.get("out"), *(getattr(config, name, None) for name in ("head", "generator", "extra")))
-    yield from (str(place) for place in others if place is not None)
-
-
-def _check_place(place: str) -> None:
-    """Refuse what no file system takes as a path."""
-    try:
-        os.lstat(place)
-    except ValueError:
-        raise OptionError(
-            f"{printable(shortened(place))} cannot be a path: it has a NUL or half a character."
-        ) from None
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise OptionError(f"{printable(shortened(place))} cannot be a path: it is too long.") from None
-
-
-def _check_out(given: dict[str, Any], config: Config) -> None:
-    """Refuse an output that cannot be written, or that would take an input with it."""
-    replaced = getattr(config, "overwrite", False) or getattr(config, "resume", False)
-    inputs = [place for _, place in _named(given) if os.path.exists(place)]
-    head = getattr(config, "head", None)
-    inputs += [head] if head is not None and os.path.exists(head) else []
-    is_file = config.command == "extract" or getattr(config, "as_", None) in FILE_FORMATS
-    (check_new_file if is_file else check_new_folder)(given["out"], replaced, inputs=inputs)
 
 
 def _named(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -131,17 +104,32 @@ def _named(given: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield from ((name, str(each)) for each in (value if isinstance(value, tuple) else (value,)))
 
 
-def _wrong_models(given: dict[str, Any], config: Config) -> Iterator[tuple[type[TuneportError], str]]:
-    for name, place in _named(given):
-        if name == "data":
-            continue
-        whole = name in ("source", "target", "base") and config.command != "extract"
-        words = _wrong_model(place) if whole else _wrong_finetune(place, name)
-        if words:
-            yield CheckpointError, words
-    generator = getattr(config, "generator", None)
-    if generator is not None and (words := _wrong_model(generator)):
-        yield CheckpointError, words
+def _check_place(place: str) -> None:
+    """Refuse what no file system takes as a path."""
+    reason = ""
+    try:
+        os.lstat(place)
+    except ValueError:
+        reason = "it has a NUL or half a character"
+    except OSError as error:
+        reason = "it is too long" if error.errno == errno.ENAMETOOLONG else ""
+    if reason:
+        raise OptionError(f"{printable(shortened(place))} cannot be a path: {reason}.")
+
+
+def _check_out(given: dict[str, Any], config: Config) -> None:
+    """Refuse an output that cannot be written, or that would take an input with it."""
+    replaced = getattr(config, "overwrite", False) or getattr(config, "resume", False)
+    places = [*(place for _, place in _named(given)), getattr(config, "head", None)]
+    inputs = [place for place in places if place is not None and os.path.exists(place)]
+    is_file = config.command == "extract" or getattr(config, "as_", None) in FILE_FORMATS
+    (check_new_file if is_file else check_new_folder)(given["out"], replaced, inputs=inputs)
+
+
+def _wrong_input(name: str, place: str, command: str) -> str:
+    """Say why there is no model or fine-tune at a place; nothing where there may be one."""
+    whole = name in ("source", "target", "base") and command != "extract"
+    return _wrong_model(place) if whole else _wrong_finetune(place, name)
 
 
 def _wrong_model(place: str) -> str:
@@ -174,20 +162,17 @@ def _wrong_finetune(place: str, name: str) -> str:
     return why_no_adapter(path) if holds else _wrong_model(place)
 
 
-def _missing_data(given: dict[str, Any]) -> Iterator[tuple[type[TuneportError], str]]:
-    data = given.get("data")
+def _missing_data(data: str | None) -> str:
+    """Say why there are no data at a place; nothing where there are some."""
     if data is None or os.path.exists(data):
-        return
+        return ""
     if looks_like_hub_id(data, suffixes=suffixes()):
-        words = why_unknown(data, "dataset")
-    else:
-        try:
-            place = split_reference(data).place
-            words = "" if place.exists() else f"no data at {place}: no such file or folder.{nearest_path(place)}"
-        except DataError as error:
-            words = str(error)
-    if words:
-        yield DataError, words
+        return why_unknown(data, "dataset")
+    try:
+        place = split_reference(data).place
+    except DataError as error:
+        return str(error)
+    return "" if place.exists() else f"no data at {place}: no such file or folder.{nearest_path(place)}"
 
 
 def _wrong_heads(given: dict[str, Any], head: str | None) -> Iterator[str]:

@@ -52,11 +52,10 @@ def check_new_folder(
     mark an output of the command, and nothing that no run wrote. Missing parents are made later; the nearest folder
     must be writable and have `needed_bytes` free. `out` must neither contain one of the `inputs` nor lie in one.
     """
-    out = Path(out)
-    _check_path(out, overwrite, folder=True)
-    _check_inputs_survive(out, inputs)
-    _check_marks(out, marks)
-    check_space(out, needed_bytes)
+    _check_path(Path(out), overwrite, folder=True)
+    _check_inputs_survive(Path(out), inputs)
+    _check_marks(Path(out), marks)
+    check_space(Path(out), needed_bytes)
 
 
 def check_new_file(
@@ -99,7 +98,7 @@ def _check_inputs_survive(out: Path, inputs: Iterable[PathLike]) -> None:
 
 
 def _check_marks(out: Path, marks: Sequence[str]) -> None:
-    """Raise a CheckpointError if `out` is a folder with files but without all marks of an output."""
+    """Raise a CheckpointError if `out` is a folder with files that are not an output with all marks, or in none."""
     missing = [mark for mark in marks if not (out / mark).is_file()]
     if missing and out.is_dir() and any(out.iterdir()):
         raise CheckpointError(
@@ -107,22 +106,16 @@ def _check_marks(out: Path, marks: Sequence[str]) -> None:
             "Remove it by hand or choose another name."
         )
     for mark in marks:
-        if own := _strangers(out / mark):
+        try:
+            known = set(map(str, json.loads((out / mark).read_text(encoding="utf-8"))["files"]))
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue  # it has no list
+        found = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir())
+        if own := sorted(name for name in found if name not in known):
             raise CheckpointError(
                 f"{out} is not overwritten: {first_of(own, 3)} in it was not written by this command. Move it away or "
                 "choose another name."
             )
-
-
-def _strangers(record: Path) -> list[str]:
-    """The files of an output that its record does not list; nothing where it has no list."""
-    try:
-        listed = json.loads(record.read_text(encoding="utf-8"))["files"]
-        known = {str(name) for name in listed}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
-    found = (path.relative_to(record.parent).as_posix() for path in record.parent.rglob("*") if not path.is_dir())
-    return sorted(name for name in found if name not in known)
 
 
 def _nearest(out: Path) -> Path:
@@ -211,7 +204,7 @@ def claimed(out: PathLike) -> Iterator[None]:
         for folder in reversed([folder for folder in place.parents if not os.path.lexists(folder)]):
             with suppress(OSError):  # the check of the path says why
                 folder.mkdir()
-                held.callback(_remove_empty, folder)
+                held.callback(_remove, folder, empty=True)
         try:
             with _uninterrupted():
                 if place.parent.is_dir():  # filelock would create it
@@ -254,11 +247,6 @@ def _remove_lock(file: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def _remove_empty(folder: Path) -> None:
-    with suppress(OSError):
-        folder.rmdir()
-
-
 def _holder(lock: Path) -> str:
     try:
         return f" (process {int(lock.read_text(encoding='ascii')[:20])})"
@@ -277,12 +265,14 @@ def _clear(place: Path) -> None:
                 _remove(left)
 
 
-def _remove(path: Path) -> None:
-    """Remove a file or a folder if it exists; ignore errors."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
+def _remove(path: Path, *, empty: bool = False) -> None:
+    """Remove a file or a folder if it exists, only an `empty` folder on request; ignore errors."""
+    with suppress(OSError):
+        if empty:
+            path.rmdir()
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink(missing_ok=True)
 
 
