@@ -169,10 +169,11 @@ def _missing_data(data: str | None) -> str:
     if looks_like_hub_id(data, suffixes=suffixes()):
         return why_unknown(data, "dataset")
     try:
-        place = split_reference(data).place
+        task, place = split_reference(data)
     except DataError as error:
         return str(error)
-    return "" if place.exists() else f"no data at {place}: no such file or folder.{nearest_path(place)}"
+    named = data if task is None else place
+    return "" if place.exists() else f"no data at {named}: no such file or folder.{nearest_path(place)}"
 
 
 def _wrong_heads(given: dict[str, Any], head: str | None) -> Iterator[str]:
