@@ -17,7 +17,7 @@ from torch import nn
 
 from tuneport.data.dataset import Dataset
 from tuneport.errors import TuneportError, first_of
-from tuneport.maps.procrustes import MapSolver
+from tuneport.maps.procrustes import solve_maps
 from tuneport.maps.statistics import Key, Statistics
 from tuneport.measure.accuracy import encode_batches
 from tuneport.measure.capture import MakeSum, PairedBatch, Request, measure_pairs
@@ -94,12 +94,12 @@ def compare_layers(
         return measure_pairs(Sides(source, target), pairs, over, losses, request, progress=progress).covariances
 
     def make_agreement(key: Key, source: int, target: int, _device: torch.device) -> TokenAgreement:
-        return TokenAgreement(source, target, matrix=solver.solve([key])[key].matrix)
+        return TokenAgreement(source, target, matrix=maps[key].map.dense())
 
     if aligned and iter(batches) is batches:
         raise TuneportError("compare_layers reads its batches twice; give a list, not an iterator.")
     found = run(batches, lambda _key, source, target, device: Similarity(source, target, device=device))
-    solver = MapSolver(Statistics(found), completion)
+    maps = solve_maps(Statistics(found), found, completion) if aligned else {}
     after = run(batches, make_agreement) if aligned else {}
     held = run(held_out, make_agreement) if aligned and next(iter(held_out), None) is not None else {}
     return tuple(
@@ -115,8 +115,8 @@ def compare_layers(
             found[key].cosine,
             after[key].cosine if key in after else NAN,
             held[key].cosine if key in held else NAN,
-            solver.solve([key])[key].rank if aligned else None,
-            solver.solve([key])[key].residual if aligned else None,
+            maps[key].rank if aligned else None,
+            maps[key].residual if aligned else None,
         )
         for pair, signal in product(pairs, SIGNALS)
         if (key := (pair.target.name, signal)) in found

@@ -25,7 +25,7 @@ import torch
 
 from tuneport.io.tensors import LazyMapping, TensorSpec
 from tuneport.layers import Layer
-from tuneport.maps.procrustes import MapSolver
+from tuneport.maps import procrustes
 from tuneport.maps.statistics import CrossCovariance, Statistics
 from tuneport.methods import METHODS, Problem
 from tuneport.pairing import LayerPair, Plan
@@ -55,8 +55,8 @@ def child(options: argparse.Namespace) -> None:
             found.update(*signals)
             covariances[pair.target.name, signal] = found
     statistics = Statistics(covariances)
-    maps = MapSolver(statistics, "none").solve(covariances)
-    MapSolver.solve = lambda _, keys: {key: maps[key] for key in keys}  # not counted
+    maps = procrustes.solve_maps(statistics, covariances, "none")
+    procrustes.solve_maps = lambda _, keys, *__: {key: maps[key] for key in keys}  # not counted
 
     def update(name: str) -> LowRank | torch.Tensor:
         own = torch.Generator().manual_seed(hash(name) % 2**31)

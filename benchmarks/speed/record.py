@@ -118,17 +118,17 @@ def prepare(source: Any, change: Mapping[str, Any], target: Any, batches: Any, *
 
 def stages(trial: Trial, device: torch.device, passes: Passes | None = None) -> dict[str, float]:
     """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
-    from tuneport.maps.procrustes import MapSolver
+    from tuneport.maps import procrustes
     from tuneport.pipeline.solve import measure, problem_of
     from tuneport.runtime.passes import groups_of
 
     spent = [0.0]
 
-    solve, change, method = MapSolver.solve, trial.setup.change.vector, trial.method
+    solve, change, method = procrustes.solve_maps, trial.setup.change.vector, trial.method
 
-    def timed(solver: MapSolver, keys: Any) -> Any:
+    def timed(*given: Any) -> Any:
         begun = now(device)
-        maps = solve(solver, keys)
+        maps = solve(*given)
         spent[0] += now(device) - begun
         return maps
 
@@ -141,13 +141,13 @@ def stages(trial: Trial, device: torch.device, passes: Passes | None = None) -> 
 
     seconds = {"measure": 0.0}
     started = now(device)
-    MapSolver.solve = timed
+    procrustes.solve_maps = timed
     try:
         results = [
             moved(group) for group in groups_of(trial.measurement, passes)
         ]  # all are held, as a transfer holds them
     finally:
-        MapSolver.solve = solve
+        procrustes.solve_maps = solve
     total = now(device) - started
     missing = len(trial.setup.plan.pairs) - sum(len(result.records) for result in results)
     if missing:

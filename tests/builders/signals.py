@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tuneport.layers import Layer
-from tuneport.measure.capture import first_dimension
+from tuneport.measure.capture import count_samples
 from tuneport.measure.signals import NEEDS_BACKWARD, Recorder, frozen
 from tuneport.types import Loss
 
@@ -38,5 +38,5 @@ def watch(
     wanted = {layer: frozenset(names) for layer, names in given.items()}
     with frozen(model):
         backward = bool(NEEDS_BACKWARD & set(signals))
-        Recorder(model, wanted, keep, size or first_dimension(batch), backward).run(batch, loss)
+        Recorder(model, wanted, keep, size or count_samples(batch), backward).run(batch, loss)
     return {key: [calls[call] for call in sorted(calls)] for key, calls in kept.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tuneport.errors import MethodError, TuneportError
-from tuneport.maps.procrustes import Alignment, MapSolver, procrustes, procrustes_together
+from tuneport.maps.procrustes import Alignment, procrustes, procrustes_together, solve_groups, solve_maps
 from tuneport.maps.statistics import CrossCovariance, Statistics, WeightGradient, rank_cut
 
 SHAPES = [(12, 12), (8, 13), (13, 8)]
@@ -218,9 +218,9 @@ def test_covariances_with_nan_or_inf_are_refused(bad: float) -> None:
 
 def test_errors_name_shapes_and_choices() -> None:
     covariance = CrossCovariance(3, 4)
-    with pytest.raises(TuneportError, match=r"signals must be \(M, 3\) and \(M, 4\), got \(5, 3\) and \(5, 3\)"):
+    with pytest.raises(TuneportError, match=r"signals must be \(M, 3\) and \(M, 4\) .*, got \(5, 3\) and \(5, 3\)"):
         covariance.update(randn(5, 3), randn(5, 3))
-    with pytest.raises(TuneportError, match=r"paired token by token, got 5 and 6 tokens"):
+    with pytest.raises(TuneportError, match=r"for M paired tokens, got \(5, 3\) and \(6, 4\)"):
         covariance.update(randn(5, 3), randn(6, 4))
     with pytest.raises(TuneportError, match=r"must be a matrix, got shape \(2, 3, 4\)"):
         procrustes(randn(2, 3, 4))
@@ -261,7 +261,7 @@ def test_weight_gradient_equals_a_loop_over_samples() -> None:
     x, g = randn(37, 5, 4), randn(37, 5, 3, seed=1)
     gradient = WeightGradient((3, 4))
     gradient.update(x[:20], g[:20])
-    gradient.update(x[20:], g[20:], chunk=3)
+    gradient.update(x[20:], g[20:])
     total, votes = np.zeros((3, 4)), np.zeros((3, 4), dtype=int)
     for sample in range(37):
         one = sum(np.outer(g[sample, t].numpy(), x[sample, t].numpy()) for t in range(5))
@@ -283,17 +283,16 @@ def test_weight_gradients_of_half_precision_neither_overflow_nor_vanish() -> Non
     assert float(small.total) == 2 * 9 * 160.0**2 * 2.0**-40
 
 
-def test_a_solver_solves_a_shared_covariance_once() -> None:
+def test_a_shared_covariance_is_solved_once() -> None:
     shared, own = streamed(*planted(6, 6, 3)), streamed(randn(50, 6), randn(50, 6, seed=1))
     statistics = Statistics({("q", "input"): shared, ("k", "input"): shared, ("o", "input"): own})
-    solver = MapSolver(statistics)
-    q = solver.solve([("q", "input")])["q", "input"]
-    maps = solver.solve(statistics)
+    maps = solve_maps(statistics, statistics)
     assert list(maps) == list(statistics)
-    assert maps["q", "input"] is maps["k", "input"] is q
+    q = maps["q", "input"]
+    assert maps["k", "input"] is q
     assert torch.equal(q.matrix, procrustes(shared).matrix)
     assert torch.equal(maps["o", "input"].matrix, procrustes(own).matrix)
-    none = MapSolver(statistics, "none").solve([("q", "input")])["q", "input"]
+    none = solve_maps(statistics, [("q", "input")], "none")["q", "input"]
     assert torch.equal(none.matrix, procrustes(shared, completion="none").matrix)
     assert ("q", "input") in statistics
     assert ("q", "output") not in statistics
@@ -324,8 +323,6 @@ def test_statistics_of_two_halves_add_up_to_the_whole() -> None:
     assert (total.samples, total.weight_gradients["o"].samples) == (10, 10)
     assert total.passes == {"forward": 2, "backward": 2}
     assert (whole + Statistics()).samples == (Statistics() + whole).samples == 10
-    with pytest.raises(TuneportError, match=r"statistics of different layers or signals cannot be added"):
-        whole + Statistics({("q", "input"): streamed(x, y)}, passes={"forward": 1, "backward": 1})
 
 
 def test_few_tokens_give_the_map_of_the_dense_covariance() -> None:
@@ -363,53 +360,25 @@ def test_tokens_are_kept_while_they_are_few_and_summed_up_to_the_same_bits() -> 
     torch.testing.assert_close(both.matrix, X[:10].double().T @ Y[:10].double())
 
 
-def test_the_oldest_maps_are_dropped_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneport.maps.procrustes.HELD", 8 * 6 * 12 * 2)  # two maps
-    own = {(str(index), "input"): streamed(randn(50, 6, seed=index), randn(50, 6, seed=9)) for index in range(4)}
-    solver = MapSolver(Statistics(own))
-    keys = list(own)
-    first = solver.solve(keys[:1])[keys[0]]
-    assert solver.solve(keys[:1])[keys[0]] is first
-    for key in keys[1:]:
-        solver.solve([key])
-    again = solver.solve(keys[:1])[keys[0]]
-    assert again is not first
-    assert torch.equal(again.matrix, first.matrix)
-    assert len(solver.solve(keys)) == 4  # all maps of one call are returned
-
-
-def test_maps_of_one_call_are_cached_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuneport.maps.procrustes.HELD", 1)  # smaller than any map
-    statistics = Statistics(
-        {("a", "input"): streamed(randn(40, 6), randn(40, 8)), ("b", "input"): streamed(randn(40, 6), randn(40, 9))}
-    )
-    solver = MapSolver(statistics)
-    first = solver.solve(statistics)
-    assert solver.solve(statistics) == first
-    for key in statistics:
-        assert solver.solve([key])[key] is first[key]
-
-
 def test_groups_are_solved_in_batches_that_fit_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU solves one group at a time, an accelerator as many as fit, in batches of similar size."""
     covariances = {(str(index), "input"): streamed(randn(50, 6, seed=index), randn(50, 6)) for index in range(5)}
     groups = [[key] for key in covariances]
     calls: list[int] = []
-    solve = MapSolver.solve
 
-    def counted(self: MapSolver, keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Alignment]:
-        found = solve(self, keys)
+    def counted(*given: Any) -> dict[tuple[str, str], Alignment]:
+        found = solve_maps(*given)
         calls.append(len(found))
         return found
 
-    monkeypatch.setattr(MapSolver, "solve", counted)
-    one_by_one = list(MapSolver(Statistics(covariances)).solve_groups(groups))
+    monkeypatch.setattr("tuneport.maps.procrustes.solve_maps", counted)
+    one_by_one = list(solve_groups(Statistics(covariances), groups))
     assert [list(maps) for maps in one_by_one] == groups
     assert calls == [1, 1, 1, 1, 1]
     monkeypatch.setattr(CrossCovariance, "device", torch.device("cuda"))
     monkeypatch.setattr("tuneport.maps.procrustes.HELD", 8 * 6 * 6 * 4)  # four of the five maps
     calls.clear()
-    batched = list(MapSolver(Statistics(covariances), budget=1).solve_groups(groups))
+    batched = list(solve_groups(Statistics(covariances), groups, budget=1))
     assert calls == [2, 2, 1]  # at most half of all five each
     for one, other in zip(one_by_one, batched, strict=True):
         assert all(torch.equal(one[key].matrix, other[key].matrix) for key in one)

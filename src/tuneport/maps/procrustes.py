@@ -201,7 +201,7 @@ def _pivoted(terms: list[tuple[Tensor, float]], identity_from: int, count: int) 
 
 
 COMPLETIONS: tuple[Completion, ...] = get_args(Completion)
-HELD = 2**28  # bytes of solved maps that a MapSolver caches
+HELD = 2**28  # bytes of maps that are solved together, at least
 _NOT_FINITE = "the cross-covariance holds NaN or Inf: check the models and the calibration data"
 
 
@@ -301,51 +301,41 @@ def _align(found: Polar, whole: float | None, completion: Completion, thin: bool
     return Alignment(mapping, found.rank, residual, found.singular_values, found.route, found.certificate)
 
 
-class MapSolver:
-    """Solves the maps of statistics, each one once, and several together where that is faster.
+def solve_maps(
+    statistics: Statistics, keys: Iterable[Key], completion: Completion = "svd", budget: int | None = None
+) -> dict[Key, Alignment]:
+    """The maps of these layers and signals; those with one sum share a map. `budget` limits a device's memory."""
+    asked = {key: statistics.covariances[key] for key in keys}
+    distinct = list(dict.fromkeys(asked.values()))
+    found = dict(zip(distinct, procrustes_together(distinct, completion, budget), strict=True))
+    return {key: found[covariance] for key, covariance in asked.items()}
 
-    Solved maps are cached; above `held_bytes`, the oldest are dropped. `budget` limits the memory of the device.
+
+def solve_groups(
+    statistics: Statistics,
+    groups: Sequence[Sequence[Key]],
+    completion: Completion = "svd",
+    budget: int | None = None,
+) -> Iterator[dict[Key, Alignment]]:
+    """Yield the maps of each group (block) in turn.
+
+    A CPU solves one group at a time, an accelerator as many as may be held, in batches of similar size.
     """
-
-    def __init__(self, statistics: Statistics, completion: Completion = "svd", budget: int | None = None) -> None:
-        self._statistics, self._completion, self._budget = statistics, completion, budget
-        self._solved: dict[CrossCovariance, Alignment] = {}
-
-    def solve(self, keys: Iterable[Key]) -> dict[Key, Alignment]:
-        """The maps of these layers and signals."""
-        asked = {key: self._statistics.covariances[key] for key in keys}
-        wanted = dict.fromkeys(asked.values())
-        unsolved = [covariance for covariance in wanted if covariance not in self._solved]
-        if unsolved:
-            found = procrustes_together(unsolved, self._completion, self._budget)
-            held = sum(alignment.map.nbytes for alignment in (*self._solved.values(), *found))
-            limit = held_bytes(unsolved[0].device, self._budget)
-            for earlier in [known for known in self._solved if known not in wanted]:
-                if held > limit:
-                    held -= self._solved.pop(earlier).map.nbytes
-            self._solved.update(zip(unsolved, found, strict=True))
-        return {key: self._solved[covariance] for key, covariance in asked.items()}
-
-    def solve_groups(self, groups: Sequence[Sequence[Key]]) -> Iterator[dict[Key, Alignment]]:
-        """Yield the maps of each group (block) in turn.
-
-        A CPU solves one group at a time, an accelerator as many as may be held, in batches of similar size.
-        """
-        distinct = [{self._statistics.covariances[key] for key in keys} for keys in groups]
-        sizes = [sum(8 * math.prod(covariance.shape) for covariance in group) for group in distinct]
-        device = next((covariance.device for group in distinct for covariance in group), torch.device("cpu"))
-        share = 0.0
-        if device.type != "cpu":
-            share = sum(sizes) / -(-sum(sizes) // held_bytes(device, self._budget))
-        start, held = 0, 0.0
-        for stop, size in enumerate([*sizes, math.inf]):
-            if stop > start and held + size > share:
-                maps = self.solve(key for keys in groups[start:stop] for key in keys)
-                yield from ({key: maps[key] for key in keys} for keys in groups[start:stop])
-                start, held = stop, 0.0
-            held += size
+    distinct = [{statistics.covariances[key] for key in keys} for keys in groups]
+    sizes = [sum(8 * math.prod(covariance.shape) for covariance in group) for group in distinct]
+    device = next((covariance.device for group in distinct for covariance in group), torch.device("cpu"))
+    share = 0.0
+    if device.type != "cpu":
+        share = sum(sizes) / -(-sum(sizes) // held_bytes(device, budget))
+    start, held = 0, 0.0
+    for stop, size in enumerate([*sizes, math.inf]):
+        if stop > start and held + size > share:
+            maps = solve_maps(statistics, [key for keys in groups[start:stop] for key in keys], completion, budget)
+            yield from ({key: maps[key] for key in keys} for keys in groups[start:stop])
+            start, held = stop, 0.0
+        held += size
 
 
 def held_bytes(device: torch.device, budget: int | None = None) -> int:
-    """The bytes of maps that a MapSolver caches, without those of the last call: more on accelerators."""
+    """The bytes of maps that are solved together: more on accelerators."""
     return HELD if device.type == "cpu" else max(HELD, together_bytes(device, budget))

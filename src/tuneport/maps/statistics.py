@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ..errors import TuneportError
+from ..processes import from_all
 
 PIECE = 16384  # tokens that are converted at once
 TENSOR_PIECE = 2048  # tokens that tensor cores sum up in float32, at most 16 at once, and truncate: 1.5e-5 at worst
@@ -27,9 +28,8 @@ _ABOVE_NOISE = 4.0  # on tiny models and on trained ones, at most twice the nois
 class CrossCovariance:
     """Streaming `C = X_A^T X_B` over paired tokens (the matrix of eqs. 6 and 7), uncentred.
 
-    Tokens are kept unsummed while they take less than half the memory of C. Those that are zero in either signal are
-    dropped (many last gradients are zero except at the class token). The later sum has the same bits as a sum from
-    the start.
+    Tokens are kept unsummed while they take less than half the memory of C, without those that are zero in either
+    signal (many last gradients). The later sum has the same bits as a sum from the start.
 
     >>> covariance = CrossCovariance(2, 3)
     >>> covariance.update(torch.ones(5, 2), torch.ones(5, 3))
@@ -73,11 +73,9 @@ class CrossCovariance:
 
     def update(self, source: Tensor, target: Tensor) -> None:
         """Add the tokens of one batch: source (M, d_A) and target (M, d_B), row i of both the same token."""
-        if source.shape[1:] != self.shape[:1] or target.shape[1:] != self.shape[1:]:
-            wanted = f"(M, {self.shape[0]}) and (M, {self.shape[1]})"
+        if source.shape != (len(target), self.shape[0]) or target.shape != (len(target), self.shape[1]):
+            wanted = f"(M, {self.shape[0]}) and (M, {self.shape[1]}) for M paired tokens"
             raise TuneportError(f"signals must be {wanted}, got {tuple(source.shape)} and {tuple(target.shape)}")
-        if len(source) != len(target):
-            raise TuneportError(f"signals must be paired token by token, got {len(source)} and {len(target)} tokens")
         self.signal_dtype = _coarser(self.signal_dtype, source.dtype, target.dtype)
         source, target = source.to(self.device), target.to(self.device)
         self.source_energy += energy(source)
@@ -102,9 +100,8 @@ class CrossCovariance:
         """The rank cut of C with norm `size`, above the rounding of one signal; `whole` is |X_A| |X_B|.
 
         A direction that is empty in the narrower signal (the mean of a gradient behind a LayerNorm) holds rounding of
-        eps |X_A| / sqrt(M d) per token. Its product with an unrelated direction of the other signal sums up to
-        eps |X_A| |X_B| / sqrt(M d). With equal widths both signals are empty there. Cuts are in steps of four, so that
-        many maps share one. Both numbers are passed in so that a GPU is synchronised once per batch.
+        eps |X_A| / sqrt(M d) per token, which the other signal turns into eps |X_A| |X_B| / sqrt(M d). With equal
+        widths both are empty there. Cuts are in steps of four, so that many maps share one.
         """
         cut, eps = rank_cut(self.signal_dtype, torch.float64, max(self.shape)), torch.finfo(self.signal_dtype).eps
         if eps >= _FINE or not size > 0 or not self.tokens:
@@ -119,7 +116,7 @@ class CrossCovariance:
 
     def few_tokens(self) -> tuple[Tensor, Tensor] | None:
         """The kept tokens (M, d_A) and (M, d_B), if a map is cheaper to solve from them than from C."""
-        if not self.rows or not self.is_thin(self.most, self.shape):
+        if not self.rows or 5 * self.most > 4 * min(self.shape):
             return None
         return torch.cat([source for source, _ in self.rows]), torch.cat([target for _, target in self.rows])
 
@@ -141,11 +138,6 @@ class CrossCovariance:
     def keeps_tokens(nbytes: int, shape: tuple[int, int]) -> bool:
         """Whether tokens that take `nbytes` in both signals are kept, not summed."""
         return 2 * nbytes <= 8 * shape[0] * shape[1]
-
-    @staticmethod
-    def is_thin(tokens: int, shape: tuple[int, int]) -> bool:
-        """Whether a map is cheaper to solve from this number of kept tokens than from C."""
-        return 5 * tokens <= 4 * min(shape)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """JSON values and named tensors; `from_state` restores the same bits from them."""
@@ -170,48 +162,24 @@ class CrossCovariance:
         restored.signal_dtype = getattr(torch, values["signal_dtype"])
         return restored
 
-    def facts(self) -> dict[str, Any]:
-        """The values that `reduce` needs from every process."""
-        return {
-            "tokens": self.tokens,
-            "dtype": self.signal_dtype,
-            "energies": (float(self.source_energy), float(self.target_energy)),
-            "rows": None if self.rows is None else self.most,
-            "row_dtypes": [part.dtype for part in self.rows[0]] if self.rows else None,
-            "nbytes": self.nbytes,
-        }
-
-    def reduce(self, owner: int, facts: Sequence[Mapping[str, Any]]) -> CrossCovariance:
-        """The sum over all processes, valid in process `owner`; `facts` are those of all. Overwrites this sum."""
+    def reduce(self, owner: int) -> CrossCovariance:
+        """The sum over all processes, valid in process `owner`. Overwrites this sum."""
+        energies = float(self.source_energy), float(self.target_energy)
+        everyone = from_all((self.tokens, self.signal_dtype, energies, self.nbytes, self.rows is None))
         total = CrossCovariance(*self.shape, device=self.device)
-        total.tokens = sum(other["tokens"] for other in facts)
-        total.source_energy += sum(other["energies"][0] for other in facts)
-        total.target_energy += sum(other["energies"][1] for other in facts)
-        total.signal_dtype = _coarser(*(other["dtype"] for other in facts))
-        kept = self.keeps_tokens(sum(other["nbytes"] for other in facts), self.shape)
-        if kept and all(other["rows"] is not None for other in facts):
-            total.rows = self._gather(facts)
-        else:
+        total.tokens = sum(tokens for tokens, *_ in everyone)
+        total.signal_dtype = _coarser(*(dtype for _, dtype, *_ in everyone))
+        total.source_energy += sum(source for _, _, (source, _), *_ in everyone)
+        total.target_energy += sum(target for _, _, (_, target), *_ in everyone)
+        kept = self.keeps_tokens(sum(nbytes for *_, nbytes, _ in everyone), self.shape)
+        if not kept or any(summed for *_, summed in everyone):
             total.matrix = self.matrix
             dist.reduce(total.matrix, owner)
+            return total
+        own = [torch.cat(parts).cpu() for parts in zip(*self.rows or (), strict=True)]
+        gathered = (parts for parts in from_all(own) if parts)
+        total.rows = [(source.to(self.device), target.to(self.device)) for source, target in gathered]
         return total
-
-    def _gather(self, facts: Sequence[Mapping[str, Any]]) -> list[tuple[Tensor, Tensor]]:
-        """The kept tokens of all processes, in their order, padded since a gather needs equal sizes."""
-        lengths = [other["rows"] for other in facts]
-        if not any(lengths):
-            return []
-        dtypes = next(other["row_dtypes"] for other in facts if other["row_dtypes"])
-        sides = []
-        for side, (width, dtype) in enumerate(zip(self.shape, dtypes, strict=True)):
-            padded = torch.zeros(max(lengths), width, dtype=dtype, device=self.device)
-            start = 0
-            for pair in self.rows or ():
-                padded[start : (start := start + len(pair[side]))] = pair[side]
-            parts = [torch.empty_like(padded) for _ in lengths]
-            dist.all_gather(parts, padded)
-            sides.append([part[:length].clone() for part, length in zip(parts, lengths, strict=True) if length])
-        return list(zip(sides[0], sides[1], strict=True))
 
 
 def _drop_zeros(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,18 +268,17 @@ class WeightGradient:
     _TENSORS = ("total", "votes", "bias_total", "bias_votes")
 
     def __init__(self, shape: tuple[int, int], *, device: torch.device | str | None = None) -> None:
-        self.total = torch.zeros(shape, device=device, dtype=torch.float64)
-        self.votes = torch.zeros(shape, device=device, dtype=torch.int32)
-        self.bias_total = torch.zeros(shape[:1], device=device, dtype=torch.float64)
-        self.bias_votes = torch.zeros(shape[:1], device=device, dtype=torch.int32)
+        sums = ((part, dtype) for part in (shape, shape[:1]) for dtype in (torch.float64, torch.int32))
+        tensors = [torch.zeros(part, device=device, dtype=dtype) for part, dtype in sums]
+        self.total, self.votes, self.bias_total, self.bias_votes = tensors
         self.samples = 0
 
-    def update(self, inputs: Tensor, gradients: Tensor, chunk: int = 16) -> None:
+    def update(self, inputs: Tensor, gradients: Tensor) -> None:
         """Add samples: layer inputs (N, T, d_in) and output gradients (N, T, d_out).
 
         The gradient of a sample is computed in at least float32, since half precision overflows; sums are in float64.
         """
-        for x, g in zip(inputs.split(chunk), gradients.split(chunk), strict=True):
+        for x, g in zip(inputs.split(16), gradients.split(16), strict=True):
             x, g = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (x, g))
             weight, bias = torch.einsum("nto,nti->noi", g, x), g.sum(1)
             self.total += weight.sum(0, dtype=self.total.dtype)
@@ -382,21 +349,13 @@ class Statistics:
             return self
         if not self.passes:
             return other
-        if set(self.covariances) != set(other.covariances):
-            raise TuneportError("statistics of different layers or signals cannot be added.")
         total = self.extend(other)
         gradients = {name: first + other.weight_gradients[name] for name, first in self.weight_gradients.items()}
         return replace(total, weight_gradients=gradients, samples=self.samples + other.samples)
 
     def extend(self, more: Statistics) -> Statistics:
         """Add sums of some of these signals over further samples; shared sums stay shared."""
-        sums: dict[tuple[int, int], CrossCovariance] = {}
-        covariances = {}
-        for key, own in self.covariances.items():
-            other = more.covariances.get(key)
-            pair = (id(own), id(other))
-            if pair not in sums:
-                sums[pair] = own if other is None else own + other
-            covariances[key] = sums[pair]
+        pairs = {key: (own, more.covariances.get(key)) for key, own in self.covariances.items()}
+        sums = {pair: pair[0] if pair[1] is None else pair[0] + pair[1] for pair in set(pairs.values())}
         passes = {name: count + more.passes.get(name, 0) for name, count in self.passes.items()}
-        return replace(self, covariances=covariances, passes=passes)
+        return replace(self, covariances={key: sums[pair] for key, pair in pairs.items()}, passes=passes)

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CaptureError, first_of
 from ..layers import Layer
-from ..maps.statistics import CrossCovariance, Key, Statistics, WeightGradient, are_half
+from ..maps.statistics import CrossCovariance, Key, Statistics, WeightGradient
 from ..pairing import LayerPair
 from ..types import Loss, Progress, Sides, ignore
 from .signals import NEEDS_BACKWARD, SIGNALS, WEIGHT_GRADIENT, Recorder, frozen
@@ -41,18 +41,10 @@ class PairedBatch:
     rows: int | None = None
     part: Callable[[int, int], PairedBatch] | None = None
 
-    def __len__(self) -> int:
-        return self.size or first_dimension(self.target)
-
-
-def count_samples(batches: Iterable[Any]) -> int:
-    """The number of samples in all batches."""
-    return sum(len(batch) if isinstance(batch, PairedBatch) else first_dimension(batch) for batch in batches)
-
 
 def split_batch(batch: PairedBatch, most: int | None) -> Iterator[tuple[PairedBatch, int]]:
     """The batch, or parts of at most `most` samples, each with its size."""
-    size = len(batch)
+    size = count_samples(batch)
     whole = batch.part is None and (batch.match is not None or batch.rows not in (None, size))
     if most is None or size <= most or whole:
         yield batch, size
@@ -71,8 +63,10 @@ def slice_batch(batch: Any, size: int, start: int, stop: int) -> Any:
     return change_tensors(batch, lambda tensor: tensor[start:stop] if tensor.ndim and len(tensor) == size else tensor)
 
 
-def first_dimension(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """The number of samples in a batch: the first dimension of its first tensor that has one."""
+    if isinstance(batch, PairedBatch):
+        return batch.size or count_samples(batch.target)
     for tensor in tensors_in(batch):
         if tensor.ndim:
             return len(tensor)
@@ -117,7 +111,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     return change_tensors(batch, lambda tensor: tensor.to(device))
 
 
-MakeSum = Callable[[Key, int, int, torch.device], Any]
+MakeSum = Callable[[Key, int, int, torch.device], Any]  # of (target layer, signal), both widths and the device
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ class Request:
     signals: Collection[str]
     match: Match | None = None  # pairs the tokens of both models; a PairedBatch may bring its own
     limit: TokenLimit | None = None  # caps the tokens that enter covariances
-    make_sum: MakeSum | None = None  # of (target layer, signal), both widths and the device; else CrossCovariance
+    make_sum: MakeSum = lambda _, source, target, device: CrossCovariance(source, target, device=device)
     most_samples: int | None = None  # in one pass; a larger batch is run in parts if possible: other rounding only
     loose: Sequence[str] = ()  # parameters whose gradients are added up too; samples then pass one by one
 
@@ -150,15 +144,13 @@ def measure_pairs(
     Args:
         batches: each is an input of the losses, or a PairedBatch if source and target read samples differently.
         losses: the sum over samples of the per-sample loss, for each model.
-        progress: called with the number of samples that were measured since the last call.
         start: statistics of earlier batches, which these batches continue.
         on_batch: called after each batch with all statistics so far, valid until it returns.
     """
     signals, (source, target) = request.signals, modules
     if unknown := sorted(set(signals) - set(SIGNALS)):
         raise CaptureError(f"unknown signals {first_of(unknown)}; known: {', '.join(SIGNALS)}.")
-    make = request.make_sum or (lambda _key, *widths: CrossCovariance(*widths[:2], device=widths[2]))
-    accumulator = _Accumulator(pairs, signals, make, request.limit)
+    accumulator = _Accumulator(pairs, request)
     backward = bool(NEEDS_BACKWARD & set(signals))
     parameters = {name: target.get_parameter(name) for name in request.loose}
     start = start or Statistics()
@@ -214,17 +206,15 @@ def _gradients(parameters: Mapping[str, nn.Parameter], sums: dict[str, WeightGra
 class _Accumulator:
     """Holds the source's signals of one batch and the sums over all batches."""
 
-    def __init__(
-        self, pairs: Sequence[LayerPair], signals: Collection[str], make_sum: MakeSum, limit: TokenLimit | None
-    ) -> None:
+    def __init__(self, pairs: Sequence[LayerPair], request: Request) -> None:
         self.covariances: dict[Key, CrossCovariance] = {}
         self.weight_gradients: dict[str, WeightGradient] = {}
         self.layers: Sides[dict[Layer, frozenset[str]]] = Sides({}, {})
         self._pairs = {pair.target.name: pair for pair in pairs}
-        self._make_sum, self._limit = make_sum, limit
+        self._make_sum, self._limit = request.make_sum, request.limit
         self._readers: Counter[Key] = Counter()
         for pair in pairs:
-            wanted = pair.wanted(signals)
+            wanted = pair.wanted(request.signals)
             self.layers.target[pair.target] = wanted
             known = self.layers.source.get(pair.source, frozenset())
             self.layers.source[pair.source] = known | wanted - {WEIGHT_GRADIENT}
@@ -234,14 +224,13 @@ class _Accumulator:
         """Begin a batch of `size` samples that follows the first `samples`."""
         self._match, self._at = match, (samples, size)
         self._rows: dict[int, Tensor | None] = {}
+        self._kept: dict[tuple[str, str, int], Tensor] = {}
         self._unread: Counter[tuple[str, str, int]] = Counter()
         self._ran: Counter[Key] = Counter()
-        self._kept: dict[tuple[str, str, int], Tensor] = {}
-        self._copies: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakIdKeyDictionary()
-        self._resized: MutableMapping[Tensor, tuple[torch.Size, Tensor]] = WeakIdKeyDictionary()
-        self._shared: dict[tuple[str, int, int], tuple[weakref.ref[Tensor], CrossCovariance]] = {}
-        self._added: dict[tuple[int, int], tuple[int, weakref.ref[Tensor]]] = {}
         self._calls: Counter[Key] = Counter()
+        self._copies: MutableMapping[Tensor, weakref.ref[Tensor]] = WeakIdKeyDictionary()
+        self._added: dict[tuple[str, int, int, int], tuple[weakref.ref[Tensor], CrossCovariance]] = {}
+        self._done: set[tuple[int, int]] = set()
 
     def keep(self, layer: Layer, signal: str, call: int, tensor: Tensor) -> None:
         """Store a source signal for this batch; layers that read the same tensor share one copy."""
@@ -255,7 +244,7 @@ class _Accumulator:
         self._ran[layer.name, signal] += 1
 
     def consume(self, layer: Layer, signal: str, call: int, tensor: Tensor, inputs: Tensor | None = None) -> None:
-        """Add a target signal, paired with the source's, to its sum."""
+        """Add a target signal, paired with the source's, to its sum; pairs of the same two tensors share a sum."""
         if signal == WEIGHT_GRADIENT:
             assert inputs is not None
             if layer.name not in self.weight_gradients:
@@ -263,65 +252,39 @@ class _Accumulator:
                 self.weight_gradients[layer.name] = WeightGradient(shape, device=tensor.device)
             self.weight_gradients[layer.name].update(inputs, tensor)
             return
-        pair = self._pairs[layer.name]
-        place = (pair.source.name, signal, call)
-        self._calls[layer.name, signal] += 1
+        key, place = (layer.name, signal), (self._pairs[layer.name].source.name, signal, call)
+        self._calls[key] += 1
         source = self._kept.get(place)
         if source is None:
             return
-        covariance = self._find_sum(pair, signal, source, tensor)
-        added = self._added.get((id(covariance), call))
-        if added is None:
-            self._added[id(covariance), call] = (id(source), weakref.ref(tensor))
-            matched = self._match_once(source, tensor, again=self._unread[place] > 1)
-            covariance.update(*self._limit_rows(*matched))
-        elif added[0] != id(source) or added[1]() is not tensor:
-            raise CaptureError(
-                f"{layer.name} read the same tensor as another layer in the first batch but not in this one; "
-                "measure it in a run of its own."
-            )
+        tensors = (signal, call, id(source), id(tensor))
+        added = self._added.get(tensors)
+        shared = added[1] if added is not None and added[0]() is tensor else None
+        if key not in self.covariances:
+            widths = source.shape[-1], tensor.shape[-1]
+            self.covariances[key] = shared or self._make_sum(key, *widths, tensor.device)
+        covariance = self.covariances[key]
+        if covariance is not shared:
+            if (id(covariance), call) in self._done:
+                raise CaptureError(
+                    f"{layer.name} read the same tensor as another layer in the first batch but not in this one; "
+                    "measure it in a run of its own."
+                )
+            self._done.add((id(covariance), call))
+            self._added[tensors] = weakref.ref(tensor), covariance
+            covariance.update(*self._limit_rows(*self._match(source, tensor)))
         self._unread[place] -= 1
         if not self._unread[place]:  # no layer needs it again: free its memory
             del self._kept[place]
-            self._resized.pop(source, None)
-
-    def _match_once(self, source: Tensor, target: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-        """Paired rows of both; if a deeper target reads a source layer several times, its side is resized once.
-
-        On an accelerator it is also converted to float64 once, which takes a quarter of the time of a sum.
-        Half-precision signals are multiplied as they are.
-        """
-        known = self._resized.get(source)
-        if known is not None and known[0] == target.shape[:2]:
-            return known[1], target.flatten(0, 1)
-        found = self._match(source, target)
-        if again and source.device.type != "cpu" and self._limit is None and not are_half(source.dtype):
-            found = found[0].double(), found[1]
-        if found[1].data_ptr() == target.data_ptr() and len(found[1]) == target.shape[:2].numel():  # all target rows
-            self._resized[source] = (target.shape[:2], found[0])
-        return found
 
     def _limit_rows(self, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """The drawn tokens of a batch, the same for every layer with as many tokens."""
         if self._limit is None:
             return source, target
         if len(target) not in self._rows:
-            rows = self._limit.rows(*self._at, len(target))
-            self._rows[len(target)] = rows if rows is None else rows.to(target.device)
+            self._rows[len(target)] = self._limit.rows(*self._at, len(target))
         rows = self._rows[len(target)]
         return (source, target) if rows is None else (source[rows.to(source.device)], target[rows.to(target.device)])
-
-    def _find_sum(self, pair: LayerPair, signal: str, source: Tensor, target: Tensor) -> CrossCovariance:
-        """The sum of a pair; pairs that read the same two tensors share one."""
-        key, tensors = (pair.target.name, signal), (signal, id(source), id(target))
-        if key not in self.covariances:
-            shared = self._shared.get(tensors)
-            if shared is not None and shared[0]() is target:
-                self.covariances[key] = shared[1]
-            else:
-                self.covariances[key] = self._make_sum(key, source.shape[-1], target.shape[-1], target.device)
-        self._shared[tensors] = (weakref.ref(target), self.covariances[key])
-        return self.covariances[key]
 
     def finish(self, index: int) -> None:
         """Check the batch and drop its signals."""
@@ -342,4 +305,3 @@ class _Accumulator:
                 )
         self._kept.clear()
         self._copies.clear()
-        self._resized.clear()

@@ -177,7 +177,7 @@ class UserBatches:
 
     @property
     def batch_sizes(self) -> Sequence[int]:
-        return [count_samples([batch]) for batch in self.batches] if isinstance(self.batches, (list, tuple)) else ()
+        return [count_samples(batch) for batch in self.batches] if isinstance(self.batches, (list, tuple)) else ()
 
     def listed(self) -> UserBatches:
         return self if isinstance(self.batches, (list, tuple)) else UserBatches(list(self.batches))
@@ -196,7 +196,7 @@ class UserBatches:
         if iter(self.batches) is self.batches:
             return None
         batches = self.batches if isinstance(self.batches, (list, tuple)) else islice(self.batches, 1)
-        found = max(batches, key=lambda batch: count_samples([batch]), default=None)
+        found = max(batches, key=lambda batch: count_samples(batch), default=None)
         return found if found is None or isinstance(found, PairedBatch) else PairedBatch(found, found)
 
     def halves(self) -> tuple[UserBatches, UserBatches]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..maps.procrustes import Alignment, CoordinateMap, MapSolver
+from ..maps.procrustes import Alignment, CoordinateMap, solve_groups
 from ..maps.statistics import Key
 from ..pairing import LayerPair, LoosePair, blocks_of
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
@@ -84,8 +84,8 @@ class BilinearAlignment(Method):
         blocks = blocks_of(problem.plan.pairs)
         known = problem.statistics.covariances
         keys = [[key for pair in block for key in self._keys(pair) if key and key in known] for block in blocks]
-        solver = MapSolver(problem.statistics, self.completion, problem.memory_budget)
-        for block, maps in zip(blocks, solver.solve_groups(keys), strict=True):
+        solved = solve_groups(problem.statistics, keys, self.completion, problem.memory_budget)
+        for block, maps in zip(blocks, solved, strict=True):
             yield from ((pair, maps) for pair in block)
 
     def _keys(self, pair: LayerPair) -> list[Key | None]:

@@ -57,12 +57,11 @@ def reduce_statistics(statistics: Statistics, plan: Plan, *, by_layer: bool, dev
     distinct: dict[int, tuple[str, CrossCovariance]] = {}
     for key, covariance in sorted(statistics.covariances.items()):  # in an order that all processes share
         distinct.setdefault(id(covariance), (key[0], covariance))
-    facts = [covariance.facts() for _, covariance in distinct.values()]
-    everyone = from_all((statistics.samples, dict(statistics.passes), facts))
+    everyone = from_all((statistics.samples, dict(statistics.passes)))
     sums = {}
     with lost_reported():
-        for index, (layer, covariance) in enumerate(distinct.values()):
-            total = covariance.reduce(owners[layer], [other[2][index] for other in everyone])
+        for layer, covariance in distinct.values():
+            total = covariance.reduce(owners[layer])
             if owners[layer] == here.rank:
                 sums[id(covariance)] = total
         names = sorted(statistics.weight_gradients)
@@ -70,7 +69,7 @@ def reduce_statistics(statistics: Statistics, plan: Plan, *, by_layer: bool, dev
     covariances = {key: sums[id(own)] for key, own in statistics.covariances.items() if id(own) in sums}
     gradients = {name: gradient for name, gradient in reduced.items() if owners[name] == here.rank}
     passes: Counter[str] = Counter()
-    for _, counted, _ in everyone:
+    for _, counted in everyone:
         passes.update(counted)
     return Statistics(covariances, gradients, sum(other[0] for other in everyone), dict(passes))
 
