@@ -171,7 +171,7 @@ def run_cell(task: Task, sampler: str, seed: int) -> tuple[list[Row], dict[str, 
     lasting = {name: solver(name) for name, method in methods.items() if not method.signals}
     nothing = (Statistics(),) * 3
     for budget in comparison.budgets:
-        chosen = measurement.with_samples(measurement.samples.take(slice(each * budget)))
+        chosen = measurement.with_samples(drawn_samples(measurement.samples).take(slice(each * budget)))
         blank = Row(task.name, "", "-", budget, seed, 0.0, sampler=sampler)
         if task.probing:
             for side, model in zip(("source", "target"), task.models, strict=True):
@@ -201,7 +201,10 @@ def _measured(
 ) -> dict[int, Statistics]:
     """The statistics of consecutive parts by the place of their end; every count and every half is a sum of them."""
     cuts = sorted({cut for count in counts for cut in (first_half(count), count)})
-    parts = [measurement.samples.take(slice(start, stop)) for start, stop in zip((0, *cuts), cuts, strict=False)]
+    parts = [
+        drawn_samples(measurement.samples).take(slice(start, stop))
+        for start, stop in zip((0, *cuts), cuts, strict=False)
+    ]
     found = [measure(measurement.with_samples(part), signals=signals, views=views) for part in parts]
     return dict(zip(cuts, found, strict=True))
 

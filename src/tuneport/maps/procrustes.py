@@ -201,7 +201,7 @@ def _pivoted(terms: list[tuple[Tensor, float]], identity_from: int, count: int) 
 
 
 COMPLETIONS: tuple[Completion, ...] = get_args(Completion)
-HELD = 2**28  # bytes of maps that are solved together, at least
+HELD = 2**28  # bytes of sums that an accelerator solves together, at least
 _NOT_FINITE = "the cross-covariance holds NaN or Inf: check the models and the calibration data"
 
 
@@ -324,9 +324,8 @@ def solve_groups(
     distinct = [{statistics.covariances[key] for key in keys} for keys in groups]
     sizes = [sum(8 * math.prod(covariance.shape) for covariance in group) for group in distinct]
     device = next((covariance.device for group in distinct for covariance in group), torch.device("cpu"))
-    share = 0.0
-    if device.type != "cpu":
-        share = sum(sizes) / -(-sum(sizes) // held_bytes(device, budget))
+    most = held_bytes(device, budget)
+    share = sum(sizes) / -(-sum(sizes) // most) if most else 0.0
     start, held = 0, 0.0
     for stop, size in enumerate([*sizes, math.inf]):
         if stop > start and held + size > share:
@@ -337,5 +336,5 @@ def solve_groups(
 
 
 def held_bytes(device: torch.device, budget: int | None = None) -> int:
-    """The bytes of maps that are solved together: more on accelerators."""
-    return HELD if device.type == "cpu" else max(HELD, together_bytes(device, budget))
+    """The bytes of the sums whose maps an accelerator solves together; a CPU solves one group at a time."""
+    return 0 if device.type == "cpu" else max(HELD, together_bytes(device, budget))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..data.dataset import Dataset, align_labels, with_prompts
 from ..data.views import VIEWS, augmented
-from ..errors import DataError
+from ..errors import CaptureError, DataError
 from ..models.base import Model
 from ..models.heads import Head
 from ..models.offload import Placement
@@ -44,7 +43,7 @@ def by_length(dataset: Dataset, indices: NDArray[np.int64]) -> NDArray[np.int64]
     return np.take(indices, order)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class DatasetSamples:
     """Samples drawn from a data set, encoded for both models batch by batch."""
 
@@ -55,9 +54,6 @@ class DatasetSamples:
     size: int
     objective: Objective
 
-    def __repr__(self) -> str:
-        return _words(self)
-
     def __len__(self) -> int:
         return len(self.indices)
 
@@ -65,18 +61,14 @@ class DatasetSamples:
         return map(self._paired, self.encoded())
 
     @property
-    def batch_sizes(self) -> Sequence[int]:
-        """The number of samples in each batch; empty where it is not known."""
+    def batch_sizes(self) -> list[int]:
+        """The number of samples in each batch."""
         return [min(self.size, len(self) - start) for start in range(0, len(self), self.size)]
 
     @property
     def chosen(self) -> Dataset:
         """The drawn samples as a data set."""
         return self.dataset.subset(self.indices)
-
-    def listed(self) -> DatasetSamples:
-        """The same samples, which can be counted and iterated again."""
-        return self
 
     def take(self, part: slice | NDArray[np.int64]) -> DatasetSamples:
         """The samples at these places of the draw, in batches of the same size."""
@@ -100,9 +92,9 @@ class DatasetSamples:
         more = replace(copied, inputs=augmented(chosen.inputs, copies, seed, ordered), scores=None, base_scores=None)
         return replace(self, dataset=more, indices=np.arange(copies * len(chosen)))
 
-    def largest_batch(self) -> PairedBatch | None:
-        """The largest batch, which stands for the others; None where batches can be read only once."""
-        return next(iter(self.take_batches(0, 1)), None)
+    def largest_batch(self) -> PairedBatch:
+        """The largest batch, which stands for the others."""
+        return next(iter(self))
 
     def warnings(self, one_token: bool = False) -> Iterator[str]:
         """What makes samples too poor to align models on; it reads samples until two of them differ."""
@@ -157,17 +149,11 @@ class DatasetSamples:
         return PairedBatch(batches[0], batches[1], size, match, rows, part if divides else None)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class UserBatches:
-    """Batches that the caller gives; they are iterated more than once only where they are a list.
+    """Batches that the caller gives, which do what `DatasetSamples` do."""
 
-    They do what `DatasetSamples` do; their number, `len`, is 0 where it is not known.
-    """
-
-    batches: Iterable[Any] = ()
-
-    def __repr__(self) -> str:
-        return _words(self)
+    batches: Sequence[Any] = ()
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
@@ -176,44 +162,29 @@ class UserBatches:
         return sum(self.batch_sizes)
 
     @property
-    def batch_sizes(self) -> Sequence[int]:
-        return [count_samples(batch) for batch in self.batches] if isinstance(self.batches, (list, tuple)) else ()
-
-    def listed(self) -> UserBatches:
-        return self if isinstance(self.batches, (list, tuple)) else UserBatches(list(self.batches))
-
-    def take(self, part: slice | NDArray[np.int64]) -> DatasetSamples:
-        del part
-        raise DataError("own batches cannot be divided by samples: pass a data set or a path, not batches.")
+    def batch_sizes(self) -> list[int]:
+        return [count_samples(batch) for batch in self.batches]
 
     def take_batches(self, start: int, stop: int | None = None) -> UserBatches:
-        return UserBatches(list(islice(self.batches, start, stop)))
+        return UserBatches(self.batches[start:stop])
 
     def views(self, *_: Any, **__: Any) -> None:
         return None
 
-    def largest_batch(self) -> PairedBatch | None:
-        if iter(self.batches) is self.batches:
-            return None
-        batches = self.batches if isinstance(self.batches, (list, tuple)) else islice(self.batches, 1)
-        found = max(batches, key=lambda batch: count_samples(batch), default=None)
-        return found if found is None or isinstance(found, PairedBatch) else PairedBatch(found, found)
+    def largest_batch(self) -> PairedBatch:
+        if not self.batches:
+            raise CaptureError("there are no calibration batches; give at least one sample.")
+        found = max(self.batches, key=count_samples)
+        return found if isinstance(found, PairedBatch) else PairedBatch(found, found)
 
     def halves(self) -> tuple[UserBatches, UserBatches]:
-        batches = list(self.batches)
-        if not batches:
+        if not self.batches:
             raise DataError("choosing a scale needs labelled calibration data: pass `data`, or a number as `scale`.")
-        if len(batches) == 1:
-            return (whole := UserBatches(batches)), whole
-        count = (len(batches) + 1) // 2
-        return UserBatches(batches[:count]), UserBatches(batches[count:])
+        count = (len(self.batches) + 1) // 2
+        return (self, self) if count == len(self.batches) else (self.take_batches(0, count), self.take_batches(count))
 
 
 Samples = DatasetSamples | UserBatches
-
-
-def _words(samples: Samples) -> str:
-    return f"{type(samples).__name__}({len(samples) or 'an unknown number of'} samples)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,10 +220,6 @@ class Measurement:
     calibration: Calibration = field(default_factory=Calibration)
     limits: Limits = field(default_factory=Limits)
 
-    def __repr__(self) -> str:
-        names, signals = " to ".join(model.name for model in self.models), sorted(self.signals)
-        return f"Measurement({names}: {self.plan!r}, {self.samples!r}, measures {', '.join(signals) or 'nothing'})"
-
     @property
     def source(self) -> Model:
         return self.models.source
@@ -277,15 +244,10 @@ class Measurement:
             limits = replace(limits, max_tokens=share)
         return replace(self, calibration=replace(self.calibration, samples=samples), limits=limits)
 
-    def listed(self) -> Measurement:
-        """Measure the same samples, which can be counted and iterated again."""
-        return replace(self, calibration=replace(self.calibration, samples=self.samples.listed()))
-
     def halves(self) -> tuple[Measurement, Measurement]:
         """Measure each half of the samples; twice one object where there are too few to divide."""
-        whole = self.listed()
-        first, second = whole.samples.halves()
-        return (whole, whole) if first is second else (whole.with_samples(first), whole.with_samples(second))
+        first, second = self.samples.halves()
+        return (self, self) if first is second else (self.with_samples(first), self.with_samples(second))
 
     @property
     def needs_placement(self) -> bool:

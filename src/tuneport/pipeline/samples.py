@@ -254,7 +254,7 @@ def _draw(
     dataset, place = question.dataset, given.place
     if dataset is None or question.objective is None:
         own = place is not None and not isinstance(place, (str, Path, Dataset))
-        return UserBatches(cast(Iterable[Any], place) if own else ()), data_identity(place)
+        return UserBatches(list(cast(Iterable[Any], place)) if own else ()), data_identity(place)
 
     def look(chosen: Dataset) -> torch.Tensor:
         with runnable(models.target, pick_device(config.device)):

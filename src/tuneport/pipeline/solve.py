@@ -229,8 +229,6 @@ def measure(
     if not wanted:
         return Statistics()
     here = ranks()
-    if measurement.limits.max_tokens is not None or here.size > 1:
-        measurement = measurement.listed()
     stage = stage if here.size == 1 else f"{stage}-{here.rank}-of-{here.size}"
     earlier = work.load(stage, measurement.runs_on) if work is not None else None
     if earlier is not None:

@@ -32,7 +32,6 @@ def share_of(samples: Samples) -> tuple[Samples, int]:
     here = ranks()
     if here.size == 1:
         return samples, 0
-    samples = samples.listed()
     sizes = samples.batch_sizes
     first, last = (len(sizes) * rank // here.size for rank in (here.rank, here.rank + 1))
     return samples.take_batches(first, last), sum(sizes[:first])

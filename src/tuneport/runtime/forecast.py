@@ -142,8 +142,6 @@ class Forecast:
         if not measurement.signals:
             return cls(measurement, None, 1, 1, 1)
         batch = measurement.samples.largest_batch()
-        if batch is None:
-            raise TuneportError("a `memory_budget` needs batches that can be read more than once: pass a list.")
         # a part of a batch would fetch offloaded blocks again, so offloaded models run whole batches
         batch, at_once = next(split_batch(batch, None if measurement.needs_placement else measurement.samples_at_once))
         batch, size = (batch, at_once) if on_meta else next(split_batch(batch, 1))

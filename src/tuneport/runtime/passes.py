@@ -57,10 +57,10 @@ def _parts(measurement: Measurement, groups: Sequence[Sequence[LayerPair]]) -> l
 def passes_that_fit(measurement: Measurement, copies: int) -> Passes | None:
     """The groups of layers that a measurement without a memory budget is measured in; None for one group.
 
-    `copies` is the number of sums that are held of each signal. Groups need samples that can be read again.
+    `copies` is the number of sums that are held of each signal.
     """
     found = groups_that_fit(measurement, measurement.signals, sum_bytes(measurement, copies))
-    if len(found) == 1 or measurement.samples.largest_batch() is None:
+    if len(found) == 1:
         return None
     return Passes(tuple(each.plan.pairs for each in found), 0, ())
 
