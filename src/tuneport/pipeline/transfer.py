@@ -59,7 +59,8 @@ class Setup:
     about: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        return f"Setup({' to '.join(model.name for model in self.models)}: {self.plan!r}, {len(self.calibration.samples)} samples)"
+        names = " to ".join(model.name for model in self.models)
+        return f"Setup({names}: {self.plan!r}, {len(self.calibration.samples)} samples)"
 
     def measurement(self, config: MeasureConfig, method: Method) -> Measurement:
         """What is measured for a method.
