@@ -11,7 +11,8 @@ from paper import files, recipe
 from tuneport.data import dataset, images, npz, rows
 from tuneport.fleet import lines
 from tuneport.io import checkpoint, untrusted
-from tuneport.models import families, outline
+from tuneport.models import families
+from tuneport.models.families import huggingface_config
 from tuneport.models.families import huggingface_vision as vision
 from tuneport.report import provenance
 
@@ -51,8 +52,8 @@ LIMITS = {
     ),
     "a configuration": (mb(checkpoint.LARGEST_JSON), VALUES),
     "a configuration without weights (`plan --shapes-only`)": (
-        f"sizes over {outline.LARGEST:,}",
-        f"{outline.MOST_BLOCKS:,} blocks",
+        f"sizes over {huggingface_config.LARGEST:,}",
+        f"{huggingface_config.MOST_BLOCKS:,} blocks",
     ),
     "a list of fine-tunes (`upgrade --list`)": (mb(lines.LARGEST), f"{lines.MOST_LINES:,} lines"),
     "an index, a run record": (mb(checkpoint.LARGEST_INDEX), VALUES),

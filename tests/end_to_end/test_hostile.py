@@ -74,7 +74,9 @@ class TestConfigurations:
     ) -> None:
         folder = copied(zoo, "vit-base", tmp_path)
         edit_json(folder / "config.json", **changes)
-        monkeypatch.setattr("tuneport.models.families.huggingface._check_size", lambda *_: pytest.fail("too late"))
+        monkeypatch.setattr(
+            "tuneport.models.families.huggingface_config._count_described", lambda *_: pytest.fail("too late")
+        )
         with pytest.raises(CheckpointError, match="which rules out") as caught:
             open_model(folder)
         assert next(iter(changes)) in str(caught.value)

@@ -145,7 +145,9 @@ class TestConfigurations:
     ) -> None:
         folder = spoiled(root, name, tmp_path)
         edit_json(folder / "config.json", **{key: 10**12})
-        monkeypatch.setattr("tuneport.models.families.huggingface._check_size", lambda *_: pytest.fail("too late"))
+        monkeypatch.setattr(
+            "tuneport.models.families.huggingface_config._count_described", lambda *_: pytest.fail("too late")
+        )
         in_one_line(CheckpointError, rf"which rules out {key} = 1e\+12", lambda: open_model(folder))
 
     @pytest.mark.parametrize("value", [0, -4, "many", [1], 2.5])

@@ -19,10 +19,9 @@ from tuneport.data.dataset import UNLABELLED, Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
 from tuneport.measure.accuracy import compute_features, encode_batches, linear_probe, perplexity, zero_shot
-from tuneport.models.base import Model, describe_any
+from tuneport.models.base import Generation, Inputs, Model, Outputs, Weights, describe_any
 from tuneport.models.heads import Head, choose_head
 from tuneport.models.open import open_model
-from tuneport.models.parts import Generation, Inputs, Outputs, Weights
 
 
 def pixels(data: Dataset) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tuneport.data.dataset import UNLABELLED
-from tuneport.models.families.huggingface_answers import answer_logits
+from tuneport.models.families.huggingface_generation import answer_logits
 
 SHARED = {
     "vocab_size": 64,
@@ -129,6 +129,6 @@ def test_rows_and_models_that_it_cannot_read(fault: str, monkeypatch: pytest.Mon
     elif fault == "recurrent":
         module.config.layer_types = ["linear_attention", "full_attention"]
     else:
-        monkeypatch.setattr("tuneport.models.families.huggingface_answers.NEEDED", {"positions"})
+        monkeypatch.setattr("tuneport.models.families.huggingface_generation.NEEDED", {"positions"})
     with torch.no_grad():
         assert answer_logits(module, batch, labels, COUNTS) is None

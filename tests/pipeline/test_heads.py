@@ -26,8 +26,8 @@ from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.measure.fitted_heads import fit_head, measuring
 from tuneport.measure.samples import DatasetSamples, Measurement
 from tuneport.methods import Transfer
+from tuneport.models.base import Labelling
 from tuneport.models.open import as_classifier, describe_module, open_model
-from tuneport.models.parts import Labelling
 from tuneport.outputs import ModelOutput
 from tuneport.pipeline.scale import Judge, ScaleChoice, choose_on_halves
 from tuneport.task_vectors.vector import TaskVector

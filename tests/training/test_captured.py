@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.builders.loras import llama
 from tuneport.data.dataset import UNLABELLED
-from tuneport.models.families.huggingface_answers import answer_logits
+from tuneport.models.families.huggingface_generation import answer_logits
 from tuneport.training.captured import STEP, Played, captured
 from tuneport.training.loop import Pace, Schedule, run_steps
 

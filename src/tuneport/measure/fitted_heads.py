@@ -25,12 +25,11 @@ from ..data.dataset import Dataset, align_labels, as_numbers, with_prompts
 from ..errors import CheckpointError, DataError, OptionError, first_of
 from ..io.tensors import describe
 from ..maps.ridge import ridge
-from ..models.base import Model
+from ..models.base import Labelling, Model
 from ..models.change import Change, Finetuned, change_of
 from ..models.heads import Head
 from ..models.offload import with_attribute
 from ..models.open import as_classifier, labelling_of
-from ..models.parts import Labelling
 from ..models.weights import changed, finetuned
 from ..task_vectors.lora_format import PREFIX, Adapter
 from ..task_vectors.vector import TaskVector

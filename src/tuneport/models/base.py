@@ -9,7 +9,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, DataError, TuneportError, reraised
 from ..io.checkpoint import read_object, write_checkpoint
 from ..io.tensors import LazyTensors, TensorSpec, describe, renamed
-from ..layers import Layer, LooseTensor, find_layers, find_loose
-from .parts import Architecture, Batch, Classifier, Generation, Inputs, Labelling, Outputs, Weights, Write
+from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 from .tokenizer import Reader
 
 MIXTURE = "part of a mixture of experts, which have no common order in two models: the target keeps its own"
+Batch = Mapping[str, Tensor]
+Forward = Callable[[nn.Module, Batch], Tensor]
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
+Write = Callable[[Path, Mapping[str, Tensor]], object]
 
 
 class DatasetLike(Protocol):
@@ -44,14 +47,98 @@ class DatasetLike(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
-    """A model with everything a transfer needs to know of it.
+class Weights:
+    """The stored weights of a model, and how others are written in their place."""
+
+    tensors: Mapping[str, Tensor]  # by their names in the files, read on access
+    file_names: Mapping[str, str] = field(default_factory=dict)  # by live names; empty if no module is built
+    folder: Path | None = None  # of the model, for files that are copied along
+    write: Write = write_checkpoint  # to a new folder, with the configuration if no other file of the folder holds it
+    library: str | None = None  # the hub's name of it
+    offloaded: bool = False  # the weights stay in the files, and those of the module are placeholders without storage
+
+
+@dataclass(frozen=True, eq=False)
+class Architecture:
+    """The parts of a module, by the names of its parameters."""
+
+    layers: tuple[Layer, ...] = ()  # that a transfer can move
+    loose: tuple[LooseTensor, ...] = ()  # tensors outside layers that it can move: norms, biases, embeddings
+    vocabulary_head: tuple[LooseTensor, ...] = ()  # the last layer of a writer, if it is not tied; also in `outside`
+    outside: Mapping[str, str] = field(default_factory=dict)  # parameters that stay as they are -> the reason
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a model reads. A field is None if the model has no such thing."""
+
+    kind: str | None = None  # "image" or "text"
+    encode: Callable[[Sequence[Any]], dict[str, Tensor]] | None = None  # raw samples -> the module's inputs
+    layout: Callable[[Batch], TokenLayout] | None = None  # the places of the tokens of a batch of images
+    reader: Reader | None = None  # the tokenizer of a text model
+    prompted: bool = False  # whether the model reads samples inside the task's prompt
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """What a model gives for each sample. A field is None if the model has no such thing."""
+
+    features: Forward | None = None  # one vector per sample, of size `width`
+    width: int | None = None
+    logits: Forward | None = None  # scores of the `classes`, of each sample or of each token
+    classes: tuple[str, ...] = ()
+    embed_texts: Callable[[list[str]], Tensor] | None = None  # vectors to compare with `features`
+    logit_scale: float = 1.0  # factor of the cosines between features and class embeddings
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """How a model writes text.
 
     Args:
-        name: what the user calls the model; used in messages.
-        classifier: its classification layer, if it can be made again.
-        generation: how it writes text, if it does.
+        kind: "causal" or "seq2seq".
+        generate: continues a batch, padded on the left, by at most so many tokens; a callback gets the scores of the
+            next tokens (N, V) and returns the chosen ones (N,) and which texts are finished (N,).
+        token_logits: scores of the next tokens (M, vocabulary), of a batch, its labels and the places of interest
+            (N, T).
+        answer_logits: scores (N, K, vocabulary) and labels (N, K) of rows that are several answers to each question,
+            with the number of answers to each; returns None if the shared tokens cannot be read once.
     """
+
+    kind: str
+    generate: Callable[[nn.Module, Batch, int, Choose], None]
+    token_logits: Callable[[nn.Module, Batch, Tensor, Tensor], Tensor]
+    answer_logits: Callable[[nn.Module, Batch, Tensor, Sequence[int]], tuple[Tensor, Tensor] | None] | None = None
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """What a classification layer decides."""
+
+    task: str  # of what: "image", "sequence" or "token"
+    classes: tuple[str, ...]
+    problem: str = ""  # transformers' `problem_type`, if it is stated
+    names: tuple[str, ...] = field(default=(), compare=False)  # the classes as transformers' configuration has them
+
+    @property
+    def regresses(self) -> bool:
+        """True if the layer gives numbers, not scores of classes, by the rule of transformers."""
+        return self.problem == "regression" or (not self.problem and len(self.classes) == 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Classifier:
+    """A classification layer that can be made again."""
+
+    path: str  # of the layer, the last one of the head
+    labelling: Labelling
+    own: Mapping[str, Tensor] = field(default_factory=dict)  # its weights, if it was made again for known classes
+    fresh: frozenset[str] = frozenset()  # parameters that are not in the files, but were made when it was opened
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model with everything a transfer needs to know of it. Its `name` is what the user calls it."""
 
     name: str
     module: nn.Module
@@ -90,16 +177,14 @@ class Model:
         return self.generation is not None and self.generation.answer_logits is not None
 
     @property
-    def task(self) -> str:
-        """What the classification layer labels, if it can be made again; else empty."""
-        return self.classifier.task if self.classifier is not None else ""
-
-    @property
     def labelling(self) -> Labelling | None:
         """What the classification layer decides, if there is one that can be made again."""
-        if self.classifier is None:
-            return None
-        return Labelling(self.classifier.task, self.outputs.classes, self.classifier.problem, self.classifier.names)
+        return self.classifier.labelling if self.classifier is not None else None
+
+    @property
+    def task(self) -> str:
+        """What the classification layer labels, if it can be made again; else empty."""
+        return self.labelling.task if self.labelling is not None else ""
 
     @property
     def labels_samples(self) -> bool:
@@ -119,7 +204,7 @@ class Model:
     @property
     def multi_label(self) -> bool:
         """True if each class of the classification layer is a question of its own."""
-        return self.classifier is not None and self.classifier.problem == "multi_label_classification"
+        return self.labelling is not None and self.labelling.problem == "multi_label_classification"
 
     @property
     def classifier_parameters(self) -> frozenset[str]:
@@ -153,10 +238,8 @@ class Model:
 
     def stored_parameters(self) -> Mapping[str, Tensor]:
         """The parameters by their live names, with the values and dtypes of the files."""
-        return renamed(
-            self.weights.tensors,
-            {live: file for live, file in self.weights.file_names.items() if file in self.weights.tensors},
-        )
+        stored = self.weights.tensors
+        return renamed(stored, {live: file for live, file in self.weights.file_names.items() if file in stored})
 
     def require_in_memory(self, what: str, instead: str) -> None:
         """Raise if the model is offloaded: `what` needs it whole in memory, and `instead` says what to do."""
@@ -171,22 +254,20 @@ class Model:
 
     def matches(self, name: str, patterns: Sequence[str]) -> bool:
         """Whether the live name of a parameter, or its name in the files, matches one of the patterns."""
-        return any(
-            fnmatchcase(known, glob) for known in (name, self.weights.file_names.get(name, name)) for glob in patterns
-        )
+        known = (name, self.weights.file_names.get(name, name))
+        return any(fnmatchcase(each, glob) for each in known for glob in patterns)
 
     def with_head(self, head: Mapping[str, Tensor], *, rounded: bool = True) -> Model:
         """The same model with other values of the parameters of its head; everything else is shared.
 
         They are `rounded` to the dtype in which they are written.
         """
-        module = self.module
+        module, stored = self.module, self.weights.tensors
         for name, tensor in head.items():
-            dtype = describe(self.weights.tensors, self.weights.file_names[name]).dtype if rounded else tensor.dtype
+            dtype = describe(stored, self.weights.file_names[name]).dtype if rounded else tensor.dtype
             module = _with_parameter(module, name.split("."), tensor.to(dtype))
         files = {self.weights.file_names[name]: tensor for name, tensor in head.items()}
-        names = {name: name for name in self.weights.tensors if name not in files}
-        tensors = HeadedTensors(self.weights.tensors, names, files)
+        tensors = HeadedTensors(stored, {name: name for name in stored if name not in files}, files)
         return replace(self, module=module, weights=replace(self.weights, tensors=tensors))
 
     def cut_at(self, max_length: int | None) -> Model:
@@ -194,22 +275,15 @@ class Model:
         if self.inputs.reader is None or max_length is None:
             return self
         reader = replace(self.inputs.reader, max_length=max_length)
-        return replace(
-            self, inputs=replace(self.inputs, reader=reader, encode=lambda texts: reader.texts(texts).inputs)
-        )
+        return replace(self, inputs=replace(self.inputs, reader=reader, encode=reader.encode))
 
     def guarded(self) -> Model:
         """The same model, whose failures when it runs are errors of one line: its files may lie about it."""
-
-        def guard(run: Any) -> Any:
-            def guarded(*arguments: Any, **named: Any) -> Any:
-                with reraised(f"{self.name} cannot be run; its configuration and its weights may not fit"):
-                    return run(*arguments, **named)
-
-            return run and guarded
+        guard = reraised(f"{self.name} cannot be run; its configuration and its weights may not fit")
 
         def guarded(part: Any, *names: str) -> Any:
-            return part and replace(part, **{name: guard(getattr(part, name)) for name in names})
+            runs = {name: getattr(part, name, None) for name in names}
+            return part and replace(part, **{name: guard(run) for name, run in runs.items() if run is not None})
 
         return replace(
             self,
@@ -239,12 +313,9 @@ def _with_parameter(module: nn.Module, path: Sequence[str], tensor: Tensor) -> n
 
 
 class HeadedTensors(LazyTensors):
-    """The stored tensors of a model that was given a head: under other names, with the tensors of the head.
+    """The stored tensors of a model that was given a head: by `names` of new -> old, with the tensors of the head.
 
-    Args:
-        stored: the tensors in the files.
-        names: new name -> name in the files.
-        head: the tensors of the head, by their new names; they are stored in the dtype of the others.
+    These have their new names, and are stored in the dtype of the others.
     """
 
     def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str], head: Mapping[str, Tensor]) -> None:
@@ -305,15 +376,19 @@ class Family(ABC):
 def describe_any(module: nn.Module) -> Model:
     """The Model of a module that no family knows: layers by type and name, nothing about its inputs."""
     layers = find_layers(module)
-    loose = find_loose(module, layers)
     names = {name: name for name, _ in module.named_parameters()}
     weights = Weights(live_tensors(module), names, write=writer_with_config(module))
-    return Model(type(module).__name__, module, weights, Architecture(layers, loose))
+    return Model(type(module).__name__, module, weights, Architecture(layers, find_loose(module, layers)))
 
 
 def live_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The state of a live module, detached."""
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}
+
+
+def count_weights(stored: Mapping[str, Tensor]) -> int:
+    """The number of weights in a model's files."""
+    return sum(math.prod(describe(stored, name).shape) for name in stored)
 
 
 def writer_with_config(module: nn.Module) -> Write:

@@ -2,15 +2,20 @@
 
 A fine-tune is a model, an adapter or a task vector. `change_of` takes an opened base and uses the names of its live
 parameters; `extract` and `apply` read only files and use the names in them.
+
+A token that the fine-tune added has no row in the base to differ from, so its whole row moves to the target's token of
+the same text, and takes the place of that row. The map between two tables is the orthogonal one that fits the rows of
+the tokens that both vocabularies have, times the ratio of the norms of these rows. No sample is needed for it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +24,31 @@ from ..errors import CheckpointError, TuneportError
 from ..io.checkpoint import open_checkpoint, read_record
 from ..io.fingerprint import same_weights
 from ..io.places import check_no_parts, local
-from ..io.tensors import check_finite, renamed
+from ..io.tensors import LazyTensors, TensorSpec, check_finite, describe, renamed
+from ..maps.procrustes import procrustes
+from ..task_vectors.account import Part
 from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter
-from ..task_vectors.lora_read import as_lora, task_vector_of, transposed_weights
+from ..task_vectors.lora_read import as_lora, plain_names, task_vector_of, transposed_weights
+from ..task_vectors.low_rank import Entry, LowRank
 from ..task_vectors.merge import merge
 from ..task_vectors.vector import FORMAT, TaskVector, load_task_vector
 from ..types import Sides
 from .base import Model, ModelLike
+from .families import open_tokenizer
 from .open import describe_module, open_stored
-from .vocabulary import AddedTokens, added_rows, cut_tables
 
 Finetuned = ModelLike | Adapter | TaskVector
+TIED = "the target's output layer is tied to its embedding, which takes the row of the embedding"
+_NORMS = {"gamma": "weight", "beta": "bias", "weight": "gamma", "bias": "beta"}
+
+
+@dataclass(frozen=True, eq=False)
+class AddedTokens:
+    """Tokens that the fine-tune added: the change that puts their rows into the target, and the account of them."""
+
+    vector: TaskVector = field(default_factory=lambda: TaskVector({}))
+    parts: tuple[Part, ...] = ()
+    rows: frozenset[int] = frozenset()  # of the fine-tune's tables
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +67,7 @@ class Change:
     vector: TaskVector
     parts: tuple[Finetuned, ...] = ()
     whole: TaskVector | None = None
-    added: AddedTokens | None = None
+    added: AddedTokens = field(default_factory=AddedTokens)
     fits_head: bool = False
 
     @property
@@ -77,23 +96,18 @@ def opened(finetuned: Finetuned) -> Finetuned:
 
 def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) -> TaskVector:
     """The change that an `opened` fine-tune makes in the source, under the names of its live parameters."""
+    live = {file: name for name, file in source.weights.file_names.items()}
     if isinstance(finetuned, Adapter):
-        stored = {file: name for name, file in source.weights.file_names.items()}
         base, turned = source.stored_parameters(), transposed_weights(source.module)
-        whole = replace(finetuned, tensors=cut_tables(source, finetuned, finetuned.tensors))
-        vector = task_vector_of(as_lora(whole, source.module), base, other_names=stored, transposed=turned)
+        whole = replace(finetuned, tensors=_cut_tables(source, finetuned, finetuned.tensors))
+        vector = task_vector_of(as_lora(whole, source.module), base, other_names=live, transposed=turned)
         vector = vector.subset(name for name in vector if not source.matches(name, exclude))
     else:
-        vector = _stored_change(source, finetuned, exclude)
+        given = _stored(finetuned)
+        if not isinstance(given, TaskVector):
+            given = between(source.weights.tensors, _cut_tables(source, finetuned, given), exclude)
+        vector = given.rename({name: live[name] for name in given if name in live})
     return vector.subset(name for name in vector if name in source.weights.file_names)
-
-
-def added_by(models: Sides[Model], finetuned: Finetuned, exclude: Sequence[str] = ()) -> AddedTokens | None:
-    """The rows of the tokens that an `opened` fine-tune added to the vocabulary of the source, for the target."""
-    if not isinstance(finetuned, (str, Path, Adapter)):
-        return None
-    tensors = finetuned.tensors if isinstance(finetuned, Adapter) else _stored(finetuned)
-    return None if isinstance(tensors, TaskVector) else added_rows(models, finetuned, tensors, exclude)
 
 
 def sum_of_changes(source: Model, parts: Sequence[Finetuned], exclude: Sequence[str] = ()) -> TaskVector:
@@ -110,15 +124,10 @@ def every_layer(model: Model) -> TaskVector:
     return TaskVector({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
 
 
-def stated_base(item: Path) -> str | None:
-    """The model that an adapter or a task vector says that it changes."""
-    if is_adapter(item):
-        return open_adapter(item).config.get("base_model_name_or_path")
-    metadata = open_checkpoint(item).metadata if is_task_vector(item) else {}
-    try:
-        return str(json.loads(metadata["record"])["target"]["path"])
-    except (KeyError, ValueError, TypeError, RecursionError):
-        return metadata.get("base")
+def is_whole(source: Model, change: Change, exclude: Sequence[str]) -> bool:
+    """Whether the fine-tuned source is known whole, and can run."""
+    known = set(change.vector) <= {name for name, _ in source.module.named_parameters()}
+    return known and not source.weights.offloaded and not exclude
 
 
 def check_changes(vector: TaskVector, names: Iterable[str], exclude: Sequence[str], use: str = "transfer") -> None:
@@ -143,16 +152,6 @@ def names_of(finetuned: Finetuned) -> Iterable[str]:
     """The names of a fine-tune's tensors in its files; an adapter has no names other than those of its base."""
     given = opened(finetuned)
     return () if isinstance(given, Adapter) else _stored(given)
-
-
-def _stored_change(source: Model, finetuned: ModelLike | TaskVector, exclude: Sequence[str]) -> TaskVector:
-    live = {stored: name for name, stored in source.weights.file_names.items()}
-    given = _stored(finetuned)
-    if isinstance(given, TaskVector):
-        vector = given
-    else:
-        vector = between(source.weights.tensors, cut_tables(source, finetuned, given), exclude)
-    return vector.rename({name: live[name] for name in vector if name in live})
 
 
 def _stored(finetuned: ModelLike | TaskVector) -> TaskVector | Mapping[str, Tensor]:
@@ -194,18 +193,24 @@ def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor])
         stem, _, last = called.rpartition(".")
         other = f"{stem}.{_NORMS.get(last)}"
         names[other if called not in base and other in base else called] = name
-    if all(called == name for called, name in names.items()):
-        return finetuned
-    return renamed(finetuned, names)
-
-
-_NORMS = {"gamma": "weight", "beta": "bias", "weight": "gamma", "bias": "beta"}
+    return finetuned if all(called == name for called, name in names.items()) else renamed(finetuned, names)
 
 
 def _outer_name(bare: Iterable[str], inside: Iterable[str]) -> str:
     """The prefix of the names of a bare model inside another, such as `bert.`, or nothing."""
     outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in inside}
     return next((outer[name] for name in bare if name in outer), "")
+
+
+def stated_base(item: Path) -> str | None:
+    """The model that an adapter or a task vector says that it changes."""
+    if is_adapter(item):
+        return open_adapter(item).config.get("base_model_name_or_path")
+    metadata = open_checkpoint(item).metadata if is_task_vector(item) else {}
+    try:
+        return str(json.loads(metadata["record"])["target"]["path"])
+    except (KeyError, ValueError, TypeError, RecursionError):
+        return metadata.get("base")
 
 
 def stated_fingerprint(finetuned: Finetuned) -> str:
@@ -217,7 +222,7 @@ def stated_fingerprint(finetuned: Finetuned) -> str:
         if isinstance(finetuned, (str, Path)) and is_task_vector(Path(finetuned)):
             return open_checkpoint(Path(finetuned)).metadata.get("base_fingerprint", "")
     except (TuneportError, AttributeError):
-        return ""
+        pass
     return ""
 
 
@@ -232,7 +237,108 @@ def check_base(source: Model, finetuned: Finetuned) -> None:
         )
 
 
-def is_whole(source: Model, change: Change, exclude: Sequence[str]) -> bool:
-    """Whether the fine-tuned source is known whole, and can run."""
-    known = set(change.vector) <= {name for name, _ in source.module.named_parameters()}
-    return known and not source.weights.offloaded and not exclude
+def added_by(models: Sides[Model], finetuned: Finetuned, exclude: Sequence[str] = ()) -> AddedTokens:
+    """The rows of the tokens that an `opened` fine-tune added to the vocabulary of the source, for the target."""
+    source, target = models
+    tensors: TaskVector | Mapping[str, Tensor] = finetuned.tensors if isinstance(finetuned, Adapter) else {}
+    if isinstance(finetuned, (str, Path)):
+        tensors = _stored(finetuned)
+    if isinstance(tensors, TaskVector) or target.inputs.reader is None:
+        return AddedTokens()
+    keys = {name: key for name, key in _keys(source, finetuned, tensors).items() if not source.matches(name, exclude)}
+    added = _added_tokens(source, finetuned) if keys else {}
+    ids = target.reader.tokenizer.get_vocab()
+    moved: dict[str, Entry] = {}
+    parts: list[Part] = []
+    for name, key in keys.items() if added else ():
+        table, file = tensors[key], source.weights.file_names[name]
+        takers = [other for other in _takers(models, name) if other not in moved and not target.matches(other, exclude)]
+        there = {text: row for text, row in added.items() if row < len(table)}
+        both = {text: row for text, row in there.items() if text in ids}
+        for other in takers if both else ():
+            moved[other] = _placed(models, (name, other), table[[*both.values()]], [ids[text] for text in both])
+        for text, row in there.items():
+            square = float(table[row].double().square().sum())
+            if text in both:
+                parts.append(Part(file, "rows of added tokens", square, tuple(takers), TIED))
+            else:
+                lacking = f"the target's tokenizer has no token {text}"
+                parts.append(Part(file, "rows of tokens that the target lacks", square, (), lacking))
+    return AddedTokens(TaskVector(moved), tuple(parts), frozenset(added.values()))
+
+
+def _tables_of(model: Model) -> dict[str, str]:
+    """The live names of the embedding ("input") and of the output layer ("output"): one name if they are tied."""
+    if model.inputs.reader is None or model.weights.library != "transformers":
+        return {}
+    module: Any = model.module
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    owners = {"input": module.get_input_embeddings(), "output": module.get_output_embeddings()}
+    found = {side: names.get(id(getattr(owner, "weight", None))) for side, owner in owners.items()}
+    return {side: name for side, name in found.items() if name is not None}
+
+
+def _added_tokens(source: Model, finetuned: Finetuned) -> dict[str, int]:
+    """The tokens that the tokenizer in the folder of a fine-tune has and that of its base has not, with their rows."""
+    folder = finetuned.files[0].parent if isinstance(finetuned, Adapter) and finetuned.files else finetuned
+    if not isinstance(folder, (str, Path)) or source.inputs.reader is None:
+        return {}
+    try:
+        tokenizer = open_tokenizer(Path(folder), False, "a fine-tune")
+    except CheckpointError:  # there is none, or none that can be used
+        return {}
+    known = source.inputs.reader.tokenizer.get_vocab()
+    return {text: row for text, row in tokenizer.get_added_vocab().items() if text not in known}
+
+
+def _cut_tables(source: Model, finetuned: Finetuned, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The tensors of a fine-tune; where it has added tokens, its tables are cut at the rows that the source has."""
+    rows = {}
+    for name, key in _keys(source, finetuned, tensors).items():
+        own, given = describe(source.stored_parameters(), name).shape, describe(tensors, key).shape
+        if given[0] > own[0] and given[1:] == own[1:]:
+            rows[key] = own[0]
+    if not rows or not _added_tokens(source, finetuned):
+        return tensors
+
+    def spec(name: str) -> TensorSpec:
+        found = describe(tensors, name)
+        return found._replace(shape=(rows[name], *found.shape[1:])) if name in rows else found
+
+    return LazyTensors(tensors, lambda name: tensors[name][: rows[name]] if name in rows else tensors[name], spec)
+
+
+def _keys(source: Model, finetuned: Finetuned, tensors: Iterable[str]) -> dict[str, str]:
+    """The keys of the tables of a fine-tune in its tensors, by their live names in the source."""
+    plain = plain_names(finetuned) if isinstance(finetuned, Adapter) else {name: name for name in tensors}
+    tables = _tables_of(source).values()
+    found = {name: plain.get(name) or plain.get(source.weights.file_names[name]) for name in tables}
+    return {name: key for name, key in found.items() if key is not None}
+
+
+def _takers(models: Sides[Model], name: str) -> Iterator[str]:
+    """The tables of the target that a table of the source moves to: both, if only the source's are tied."""
+    source, target = map(_tables_of, models)
+    yield from dict.fromkeys(target[side] for side, own in source.items() if own == name and side in target)
+
+
+def _placed(models: Sides[Model], names: tuple[str, str], rows: Tensor, ids: list[int]) -> LowRank:
+    """The change of a table of the target that puts rows (k, d_A) for a table of the source in these places."""
+    source, target = (model.stored_parameters()[name].cpu() for model, name in zip(models, names, strict=True))
+    X, Y = (table[places].double() for table, places in zip((source, target), _shared(models), strict=True))
+    factor = Y.norm() / X.norm() if len(X) else torch.zeros(())
+    new = factor * rows.double() @ procrustes(X.T @ Y).matrix
+    one_hot = torch.zeros(len(target), len(ids))
+    one_hot[ids, torch.arange(len(ids))] = 1.0
+    return LowRank(one_hot, (new - target[ids].double()).float())
+
+
+def _shared(models: Sides[Model]) -> tuple[list[int], list[int]]:
+    """The ids of the tokens that both vocabularies have; a blank at the begin is written in two ways."""
+    sides = []
+    for model in models:
+        rows = len(model.stored_parameters()[_tables_of(model)["input"]])
+        vocabulary = model.reader.tokenizer.get_vocab()
+        sides.append({text.replace("▁", "Ġ"): row for text, row in vocabulary.items() if row < rows})
+    both = [text for text in sides[0] if text in sides[1]]
+    return [sides[0][text] for text in both], [sides[1][text] for text in both]

@@ -49,14 +49,12 @@ def render_chat(tokenizer: Any, chat: Chat) -> Rendered:
     for index, message in enumerate(chat):
         place = marked.content(index)
         contents.append((0, 0) if place is None else _core(text, *marked.bare(place)))
-        if message["role"] != "assistant":
-            continue
-        if place is None and message["content"].strip():
-            what = message["content"].strip()[:60]
-            raise DataError(f"the chat template of {tokenizer.name_or_path} leaves out an answer: {what!r}.")
-        answer = marked.answer(index)
+        said, ours = message["content"].strip(), message["role"] == "assistant"
+        if ours and said and place is None:
+            raise DataError(f"the chat template of {tokenizer.name_or_path} leaves out an answer: {said[:60]!r}.")
+        answer = marked.answer(index) if ours else None
         answers += [] if answer is None else [marked.bare(answer)]
-    return Rendered(text, _said(chat), tuple(contents), tuple(answers))
+    return Rendered(text, tuple(message["content"].strip() for message in chat), tuple(contents), tuple(answers))
 
 
 def marks_answers(tokenizer: Any) -> bool:
@@ -172,15 +170,14 @@ def _mark(tokenizer: Any, chat: Chat, text: str) -> _Marked:
         return same and found.without_marks(found.text) == text
 
     def search(index: int) -> Place | None:
+        _, end = _core(contents[index])
+
         def one(begin: int) -> bool:
             cuts = {index: (begin, end)}
             return fits(put(cuts), cuts)
 
-        for end in (len(contents[index]), _core(contents[index])[1]):
-            begin = bisect_left(range(end), True, key=one)
-            if one(begin):
-                return begin, end
-        return None
+        begin = bisect_left(range(end), True, key=one)
+        return (begin, end) if one(begin) else None
 
     for kept in (lambda content: (0, len(content)), _core):
         cuts = {index: kept(content) for index, content in enumerate(contents)}
@@ -196,10 +193,6 @@ def _core(text: str, begin: int = 0, end: int | None = None) -> Place:
     return begin, begin + len(part.strip())
 
 
-def _said(chat: Chat) -> tuple[str, ...]:
-    return tuple(message["content"].strip() for message in chat)
-
-
 def _plain(chat: Chat) -> Rendered:
     text, contents, answers = "", [], []
     for message in chat:
@@ -209,4 +202,4 @@ def _plain(chat: Chat) -> Rendered:
         contents.append(_core(text, *place))
         if message["role"] == "assistant":
             answers.append(place)
-    return Rendered(text, _said(chat), tuple(contents), tuple(answers))
+    return Rendered(text, tuple(message["content"].strip() for message in chat), tuple(contents), tuple(answers))

@@ -33,21 +33,13 @@ HEAD = 1024  # likely tokens that are sorted first: the nucleus is seldom larger
 
 @dataclass(frozen=True)
 class Sampling:
-    """How texts are written.
+    """How texts are written."""
 
-    Args:
-        max_new_tokens: the most tokens of a text.
-        temperature: of the scores; 0 takes the likeliest token.
-        top_p: the likeliest tokens that have this probability together are drawn from.
-        stops: strings that end a text, such as a line break; the end of the model's turn always does.
-        seed: of the draws.
-    """
-
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    stops: tuple[str, ...] = ()
-    seed: int = 0
+    max_new_tokens: int = 64  # the most of a text
+    temperature: float = 1.0  # of the scores; 0 takes the likeliest token
+    top_p: float = 1.0  # the likeliest tokens that have this probability together are drawn from
+    stops: tuple[str, ...] = ()  # strings that end a text, such as a line break; the end of the turn always does
+    seed: int = 0  # of the draws
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:
@@ -80,14 +72,7 @@ def generate_texts(
 ) -> list[Written]:
     """Write one text after each prompt, in the order of the prompts. A prompt given twice gets two texts.
 
-    Several processes divide the batches, and write what one would write.
-
-    Args:
-        model: a causal or an encoder-decoder model in memory.
-        prompts: texts, or chats that the model is to answer.
-        sampling: how the texts are written.
-        batch_size: rows of a batch, else a number that fits the device.
-        advance: gets the number of texts that were written since the last call.
+    Several processes divide the batches, and write what one would write. Without a `batch_size`, one fits the device.
     """
     if model.generation is None:
         raise TuneportError(f"{model.name} does not write texts; give a causal or an encoder-decoder model.")
@@ -125,18 +110,13 @@ def _encode(model: Model, prompts: Sequence[Prompt], new: int) -> list[list[int]
             row = list(reader.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
             while causal and special and row and row[-1] in reader.ends:
                 row.pop()
-            rows.append(row or [_first(reader)])
+            first = (reader.tokenizer.bos_token_id, reader.tokenizer.eos_token_id, *sorted(reader.ends), 0)
+            rows.append(row or [int(token) for token in first if token is not None][:1])
     longest = max(map(len, rows), default=0)
     if longest > (room := reader.limit - new * causal):
         most = f"{model.name} reads at most {room}" + causal * f" before {new} new ones"
         raise DataError(f"a prompt has {longest} tokens, and {most}. Shorten it.")
     return rows
-
-
-def _first(reader: Reader) -> int:
-    """The token that a text begins after where there is no prompt."""
-    known = (reader.tokenizer.bos_token_id, reader.tokenizer.eos_token_id, *sorted(reader.ends), 0)
-    return next(int(token) for token in known if token is not None)
 
 
 def _ends(reader: Reader) -> frozenset[int]:
@@ -198,19 +178,12 @@ def _decoded(reader: Reader, before: list[int], new: list[int]) -> str:
 class _Writer:
     """Choose the next tokens of a batch, step by step, and note them with their likelihood.
 
-    Args:
-        sampling: how they are chosen.
-        chances: (N, T), one number for each token.
-        ends: the tokens that end a text.
-        tokenizer: finds the strings that end a text.
-        padding: the token after the end of a text.
+    The chances (N, T) are one number for each token, and `ends` are the tokens that end a text.
     """
 
     def __init__(self, sampling: Sampling, chances: Tensor, ends: frozenset[int], tokenizer: Any, padding: int) -> None:
         self.sampling, self.chances, self.tokenizer, self.padding = sampling, chances, tokenizer, padding
         self.ends = torch.tensor(sorted(ends), dtype=torch.long, device=chances.device)
-        self.tail = max((len(stop.encode()) for stop in sampling.stops), default=0)  # a token has one byte or more
-        self.known: dict[tuple[int, ...], bool] = {}
         self.tokens: list[Tensor] = []
         self.total = torch.zeros(len(chances), device=chances.device)
         self.counts = torch.zeros(len(chances), dtype=torch.long, device=chances.device)
@@ -233,16 +206,13 @@ class _Writer:
 
     def _stopped(self) -> Tensor:
         """Whether the last tokens of each text hold a string that ends it."""
-        if not self.tail:
+        stops = self.sampling.stops
+        if not stops:
             return self.done
-        last = torch.stack(self.tokens[-self.tail :], 1).tolist()
-        return torch.tensor([self._stops(tuple(row)) for row in last], device=self.done.device)
-
-    def _stops(self, tokens: tuple[int, ...]) -> bool:
-        if tokens not in self.known:
-            text = str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
-            self.known[tokens] = any(stop in text for stop in self.sampling.stops)
-        return self.known[tokens]
+        most = max(len(stop.encode()) for stop in stops)  # a token has one byte or more
+        last = torch.stack(self.tokens[-most:], 1).tolist()
+        texts = self.tokenizer.batch_decode(last, clean_up_tokenization_spaces=False)
+        return torch.tensor([any(stop in text for stop in stops) for text in texts], device=self.done.device)
 
 
 def draw(probabilities: Tensor, chance: Tensor, top_p: float = 1.0) -> Tensor:

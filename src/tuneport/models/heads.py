@@ -6,17 +6,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..errors import CheckpointError, DataError, first_of, is_text, reraised
+from ..errors import CheckpointError, DataError, first_of, is_text
 from ..io.checkpoint import open_checkpoint, read_json
 from ..io.untrusted import check_regular, parse_json
-from .base import DatasetLike, Model, widened
-from .parts import Batch
+from .base import Batch, DatasetLike, Model, widened
 
 # Short descriptions in several wordings; their embeddings are averaged into one class embedding.
 PROMPTS = (
@@ -42,18 +40,6 @@ def class_embeddings(classes: Sequence[str], prompts: Sequence[str], embed: Call
 def temperature_of(parameter: Tensor, stored: Mapping[str, Tensor], name: str) -> float:
     """The factor of a zero-shot head's cosines, read from the files: the module may have rounded it or be offloaded."""
     return float(widened(stored.get(name, parameter).detach()).exp())
-
-
-def config_names(config: Any) -> tuple[str, ...]:
-    """The class names of a classification layer as its configuration has them."""
-    with reraised("id2label in config.json has keys that are not numbers"):
-        labels = {int(index): str(name) for index, name in (config.id2label or {}).items()}
-    return tuple(labels[i] for i in sorted(labels))
-
-
-def config_classes(config: Any) -> tuple[str, ...]:
-    """The class names of a classification layer; transformers' defaults LABEL_0, LABEL_1 become 0, 1."""
-    return tuple(name.removeprefix("LABEL_") for name in config_names(config))
 
 
 @dataclass(frozen=True, eq=False)

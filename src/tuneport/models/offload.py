@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,20 +26,15 @@ from ..layers import Layer
 PINNED_FROM = 2**20  # bytes from which a tensor is worth pinning
 
 
-class Watcher(AbstractContextManager[Any], Protocol):
-    """Observes a model while it runs; `paused` while a block runs only for its outputs."""
-
-    paused: bool
-
-    def watches(self, module: nn.Module) -> bool: ...
-
-
-_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+_watcher: ContextVar[Any] = ContextVar("watcher", default=None)
 
 
 @contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Context in which a watcher sees the modules that run, also when blocks run again for their gradients."""
+def watched(watcher: Any) -> Iterator[None]:
+    """Context in which a watcher sees the modules that run, also when blocks run again for their gradients.
+
+    It is a context itself, says which modules it `watches`, and is `paused` while a block runs only for its outputs.
+    """
     token = _watcher.set(watcher)
     try:
         with watcher:
@@ -79,17 +74,12 @@ def block_paths(layers: Iterable[Layer]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"{stack}.{block}" if stack else str(block) for stack, block in places))
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """The bytes of the tensors, each counted once."""
-    return sum(t.nbytes for t in {id(tensor): tensor for tensor in tensors}.values())
-
-
 def sizes(module: nn.Module, paths: Sequence[str]) -> tuple[int, dict[str, int]]:
     """The bytes of everything outside the blocks, and of the parameters that belong to each block alone."""
     own = _own_parameters(module, paths)
-    inside = {id(parameter) for parameters in own.values() for parameter in parameters}
-    rest = bytes_of([*(p for p in module.parameters() if id(p) not in inside), *module.buffers()])
-    return rest, {path: bytes_of(parameters) for path, parameters in own.items()}
+    blocks = {path: sum(parameter.nbytes for parameter in parameters) for path, parameters in own.items()}
+    whole = sum(tensor.nbytes for tensor in {*module.parameters(), *module.buffers()})
+    return whole - sum(blocks.values()), blocks
 
 
 def _own_parameters(module: nn.Module, paths: Sequence[str]) -> dict[str, list[nn.Parameter]]:
@@ -128,8 +118,8 @@ def placed(module: nn.Module, placement: Placement | None) -> Iterator[None]:
         for path in placement.blocks:
             part = module.get_submodule(path)
             loaded = own[path] if path in placement.fetched else []
-            block = _Block(part, part.forward, loaded, read, placement.device, home is not None)
-            stack.enter_context(_forward_replaced(part, block))
+            vars(part)["forward"] = _Block(part, part.forward, loaded, read, placement.device, home is None)
+            stack.callback(vars(part).pop, "forward")
         yield
 
 
@@ -144,18 +134,6 @@ def with_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-@contextmanager
-def _forward_replaced(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Context in which `run` replaces a module's forward."""
-    before = {name: value for name, value in vars(module).items() if name == "forward"}
-    vars(module)["forward"] = run
-    try:
-        yield
-    finally:
-        del vars(module)["forward"]
-        vars(module).update(before)
-
-
 @dataclass(frozen=True, eq=False)
 class _Block:
     """The forward of a module that loads its weights first and recomputes its outputs for their gradients."""
@@ -165,81 +143,67 @@ class _Block:
     parameters: Sequence[Tensor]
     read: Callable[[Tensor], Tensor]
     device: torch.device
-    fresh: bool  # `read` returns new tensors, which need no copy
+    copied: bool  # what `read` returns is the weight itself, which must stay where it is
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         watcher = _watcher.get()
         watches = watcher is not None and watcher.watches(self.module)
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, inputs = pytree.tree_flatten((args, kwargs))
         differentiable = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         if not torch.is_grad_enabled() or not (watches or differentiable):
             with self.weights_loaded():
                 return self.forward(*args, **kwargs)
+        outputs: Any = None
+
+        def run(leaves: Iterable[Any]) -> tuple[Any, ...]:
+            nonlocal outputs
+            args, kwargs = pytree.tree_unflatten(leaves, inputs)
+            found, outputs = pytree.tree_flatten(self.forward(*args, **kwargs))
+            return tuple(found)
+
         kind = "cpu" if self.device.type == "meta" else self.device.type
         autocast = torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
-        call = _Call(self, watcher if watcher is not None and watches else nullcontext(), structure, autocast)
+        again = (autocast, watcher if watches else nullcontext())
         anchor = torch.zeros((), requires_grad=watches)  # a watched block gets gradients even if no input requires them
-        results = _Recompute.apply(call, anchor, *leaves)
-        return pytree.tree_unflatten(results, call.outputs)
+        return pytree.tree_unflatten(_Recompute.apply(run, self.weights_loaded, again, anchor, *leaves), outputs)
 
     @contextmanager
     def weights_loaded(self) -> Iterator[None]:
         """Context in which the weights are on the device."""
         with ExitStack() as stack:
             for parameter in self.parameters:
-                data = self.read(parameter).to(self.device, non_blocking=True, copy=not self.fresh)
+                data = self.read(parameter).to(self.device, non_blocking=True, copy=self.copied)
                 stack.enter_context(with_attribute(parameter, "data", data))
                 del data
             yield
 
 
-@dataclass(eq=False)
-class _Call:
-    """One call of a block, with what it takes to run it again: `inputs` and `outputs` are structures of pytree."""
-
-    block: _Block
-    watcher: AbstractContextManager[Any]
-    inputs: Any
-    autocast: AbstractContextManager[Any]
-    outputs: Any = None
-
-    def run(self, leaves: Iterable[Any]) -> tuple[Any, ...]:
-        """Run the block on the leaves of its arguments and return those of its outputs."""
-        args, kwargs = pytree.tree_unflatten(leaves, self.inputs)
-        found, self.outputs = pytree.tree_flatten(self.block.forward(*args, **kwargs))
-        return tuple(found)
-
-
 class _Recompute(torch.autograd.Function):
-    """Run a block, save only its inputs, and run it again in the backward pass."""
+    """Run a block on the leaves of its arguments, save only these, and run it again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, anchor: Tensor, *leaves: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, run: Any, weights_loaded: Any, again: Any, anchor: Tensor, *leaves: Any) -> tuple[Any, ...]:
         del anchor
-        ctx.call = call
+        ctx.run, ctx.weights_loaded, ctx.again = run, weights_loaded, again
         ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
         ctx.others = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]  # a leaf may be None itself
         watcher = _watcher.get()
-        with (
-            with_attribute(watcher, "paused", True) if watcher is not None else nullcontext(),
-            call.block.weights_loaded(),
-        ):
-            found = call.run(leaves)
+        with with_attribute(watcher, "paused", True) if watcher is not None else nullcontext(), weights_loaded():
+            found: tuple[Any, ...] = run(leaves)
         tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
         ctx.mark_non_differentiable(*(tensor for tensor in tensors if not tensor.is_floating_point()))
         return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        call: _Call = ctx.call
-        saved = iter(ctx.saved_tensors)
+        saved, (autocast, watcher) = iter(ctx.saved_tensors), ctx.again
         leaves = [
             other[0] if other else next(saved).detach().requires_grad_(need)
-            for other, need in zip(ctx.others, ctx.needs_input_grad[2:], strict=True)
+            for other, need in zip(ctx.others, ctx.needs_input_grad[4:], strict=True)
         ]
-        with torch.enable_grad(), call.block.weights_loaded():
-            with call.autocast, call.watcher:
-                found = call.run(leaves)
+        with torch.enable_grad(), ctx.weights_loaded():
+            with autocast, watcher:
+                found = ctx.run(leaves)
             due = [
                 (leaf, gradient)
                 for leaf, gradient in zip(found, gradients, strict=True)
@@ -248,7 +212,7 @@ class _Recompute(torch.autograd.Function):
             del found
             if due:
                 torch.autograd.backward([leaf for leaf, _ in due], [gradient for _, gradient in due])
-        return None, None, *(leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves)
+        return *(None,) * 4, *(leaf.grad if isinstance(leaf, Tensor) else None for leaf in leaves)
 
 
 @contextmanager
@@ -257,16 +221,15 @@ def pinned(module: nn.Module, placement: Placement | None) -> Iterator[None]:
     if placement is None or placement.device.type != "cuda" or placement.home is not None:
         yield
         return
-    library = torch.cuda.cudart()
-    done: list[int] = []
+    library, done = torch.cuda.cudart(), set[int]()
     try:
-        for path in placement.fetched:
-            for parameter in module.get_submodule(path).parameters():
+        for part in map(module.get_submodule, placement.fetched):
+            for parameter in part.parameters():
                 at = parameter.data_ptr()
                 if parameter.device.type != "cpu" or parameter.nbytes < PINNED_FROM or at in done:
                     continue
                 if int(library.cudaHostRegister(at, parameter.nbytes, 0)) == 0:
-                    done.append(at)
+                    done.add(at)
                 else:
                     with suppress(RuntimeError):  # the next CUDA call raises the error, and so clears it
                         torch.zeros(1, device=placement.device).add_(1).item()

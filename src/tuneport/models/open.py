@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,11 @@ from ..io.sizes import free_memory
 from ..io.tensors import check_unquantised
 from ..io.untrusted import check_regular_files
 from ..types import Sides
-from .base import Family, Model, ModelLike, describe_any
-from .families import open_tokenizer
+from .base import Family, Labelling, Model, ModelLike, Weights, count_weights, describe_any
 from .families.huggingface import HuggingFace
 from .families.open_clip import OpenClip
 from .families.timm import Timm
 from .offload import Placement, block_paths, placed
-from .outline import count_weights
-from .parts import Labelling, Weights
 
 # Asked in this order. HuggingFace claims every folder with a config.json, so it comes last.
 FAMILIES: tuple[Family, ...] = (OpenClip(), Timm(), HuggingFace())
@@ -41,18 +38,13 @@ def open_model(
     dtype: torch.dtype = torch.float32,
 ) -> Model:
     """Open a model folder, a name that a model library knows, or a hub id, to run in `dtype`."""
-    family, name = _require(reference)
-    model = family.open(name, device=torch.device(device), trust_remote_code=trust_remote_code, dtype=dtype).guarded()
-    check_unquantised(model.weights.tensors, model.weights.file_names.values())
-    return model
+    options: dict[str, Any] = {"device": torch.device(device), "trust_remote_code": trust_remote_code, "dtype": dtype}
+    return _open(reference, lambda family, name: family.open(name, **options))
 
 
 def outline_model(reference: str | Path, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> Model:
     """Open an offloaded model, whose weights stay in its files; without `weights` the files need not exist."""
-    family, name = _require(reference)
-    model = family.outline(name, dtype=dtype, weights=weights).guarded()
-    check_unquantised(model.weights.tensors, model.weights.file_names.values())
-    return model
+    return _open(reference, lambda family, name: family.outline(name, dtype=dtype, weights=weights))
 
 
 def open_both(
@@ -71,7 +63,8 @@ def open_both(
     """
     home, offload = device, False
     if memory_budget is not None:
-        size = _stored_bytes(source, dtype) + _stored_bytes(target, dtype)
+        files = [model for model in (source, target) if isinstance(model, (str, Path))]
+        size = sum(count_weights(open_stored(model).tensors) * dtype.itemsize for model in files)
         home = torch.device("cpu") if size > memory_budget // 4 else device
         offload = size > (memory_budget // 4 if device.type == "cpu" else free_memory())
 
@@ -94,7 +87,8 @@ def open_both(
 
 def describe_module(module: nn.Module) -> Model:
     """The Model of a live module, with its family's knowledge if a family knows it."""
-    return next((family.describe(module) for family in FAMILIES if family.knows(module)), None) or describe_any(module)
+    family = _family_of(module)
+    return family.describe(module) if family is not None else describe_any(module)
 
 
 def labelling_of(model: ModelLike) -> Labelling | None:
@@ -109,18 +103,14 @@ def labelling_of(model: ModelLike) -> Labelling | None:
 
 def as_classifier(model: Model, labelling: Labelling, *, trust_remote_code: bool = False) -> Model:
     """The model with a classification layer for these classes; the given one is not changed."""
-    family = next((family for family in FAMILIES if family.knows(model.module)), None)
+    family = _family_of(model.module)
     if family is None:
         raise CheckpointError(f'tuneport does not know the family of {model.name}: pass `head_fit="none"`.')
     return family.classifier(model, labelling, trust_remote_code=trust_remote_code)
 
 
-def tokenizer_of(folder: str | Path) -> Any | None:
-    """The tokenizer in the folder of a model or of an adapter; None if there is none that can be used."""
-    try:
-        return open_tokenizer(Path(folder), False, "a fine-tune")
-    except CheckpointError:
-        return None
+def _family_of(module: nn.Module) -> Family | None:
+    return next((family for family in FAMILIES if family.knows(module)), None)
 
 
 def open_stored(reference: str | Path) -> Weights:
@@ -180,17 +170,6 @@ def dtype_on(device: torch.device, name: str, *models: ModelLike) -> tuple[str, 
     return "float32", f"this CPU has no {name} units that torch can use: running in float32."
 
 
-def slow_note(*models: Model) -> str:
-    """A note if live modules run on a CPU without units for their dtype, else an empty text."""
-    dtypes = {p.dtype for model in models for p in model.module.parameters() if p.device.type == "cpu"}
-    slow = sorted(name for name, dtype in DTYPES.items() if dtype in dtypes and not has_units(dtype))
-    if not slow:
-        return ""
-    # torch tries the units first and reports that they are missing in a C++ stack of 24 lines
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
-    return f"this CPU has no {' or '.join(slow)} units that torch can use: float32 modules would run many times faster."
-
-
 def _find(reference: str | Path) -> tuple[Family | None, str]:
     """The family of a model, if any, and its reference there: a hub id becomes its local folder."""
     family = next((family for family in FAMILIES if family.recognises(str(reference))), None)
@@ -199,15 +178,11 @@ def _find(reference: str | Path) -> tuple[Family | None, str]:
     return family, str(reference)
 
 
-def _require(reference: str | Path) -> tuple[Family, str]:
-    """The family of a model and its reference there, or an error that says what else it is."""
+def _open(reference: str | Path, run: Callable[[Family, str], Model]) -> Model:
     family, found = _find(reference)
-    if family is not None:
-        check_regular_files(Path(found))
-        return family, found
-    raise CheckpointError(why_no_model(found))
-
-
-def _stored_bytes(model: ModelLike, dtype: torch.dtype) -> int:
-    """The memory that a model in files takes once it is opened; 0 for a live one."""
-    return 0 if isinstance(model, (Model, nn.Module)) else count_weights(open_stored(model).tensors) * dtype.itemsize
+    if family is None:
+        raise CheckpointError(why_no_model(found))
+    check_regular_files(Path(found))
+    model = run(family, found).guarded()
+    check_unquantised(model.weights.tensors, model.weights.file_names.values())
+    return model

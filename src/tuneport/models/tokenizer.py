@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import CheckpointError, DataError, reraised
 from ..types import Chat
@@ -24,7 +24,7 @@ IGNORED = -100  # label of a token that is not predicted
 BLANK = 0.01  # of a character
 PADDING = -1.0  # begin and end of a padding token
 Text = str | tuple[str, str]
-Pieces = str | tuple[str, ...]  # a text, or the contents of a chat
+Parts = Sequence[int | None]  # which piece of a sample each token belongs to; None for special tokens
 MAX_LENGTH = 512  # tokens of a text, unless asked for more
 Spans = Sequence[Tensor]  # for each stream of tokens (encoder, decoder): begin and end of each token, (N, T, 2)
 
@@ -49,11 +49,12 @@ class Encoded:
 
     def part(self, start: int, stop: int) -> Encoded:
         """The samples from `start` to `stop`, one row each."""
-        inputs = {name: rows[start:stop] for name, rows in self.inputs.items()}
-        labels = self.labels[start:stop] if self.labels is not None else None
-        spans = tuple(rows[start:stop] for rows in self.spans)
-        inside = self.inside[start:stop] if self.inside is not None else None
-        return Encoded(inputs, labels, spans, self.cut[start:stop], self.characters[start:stop], inside)
+        rows = slice(start, stop)
+        inputs = {name: values[rows] for name, values in self.inputs.items()}
+        labels = self.labels[rows] if self.labels is not None else None
+        inside = self.inside[rows] if self.inside is not None else None
+        spans = tuple(values[rows] for values in self.spans)
+        return Encoded(inputs, labels, spans, self.cut[rows], self.characters[rows], inside)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,30 +64,25 @@ class _Tokens:
     found: dict[str, Tensor]
     texts: Sequence[str]
     places: Sequence[Sequence[Place]]  # begin and end of each token
-    parts: Sequence[Sequence[int | None]]  # which text of a pair each token belongs to; None for special tokens
+    parts: Sequence[Parts]
     cut: tuple[bool, ...]
-
-    @cached_property
-    def offsets(self) -> Tensor:
-        """The places (N, T, 2)."""
-        return torch.tensor(self.places)
 
     def labels(self, answers: Sequence[Sequence[Place]] | None) -> Tensor:
         """The tokens to predict: those that touch an answer, or all."""
         labels = self.found["input_ids"].masked_fill(self.found["attention_mask"] == 0, IGNORED)
         if answers is None:
             return labels
-        inside = torch.zeros_like(labels, dtype=torch.bool)
+        inside, (begins, ends) = torch.zeros_like(labels, dtype=torch.bool), torch.tensor(self.places).unbind(-1)
         for row, places in enumerate(answers):
             for begin, end in places:
-                inside[row] |= (self.offsets[row, :, 1] > begin) & (self.offsets[row, :, 0] < end)
+                inside[row] |= (ends[row] > begin) & (begins[row] < end)
         return labels.masked_fill(~inside, IGNORED)
 
     def characters(self, labels: Tensor, contents: Sequence[Sequence[Place]]) -> tuple[int, ...]:
         """The length of the contents that the labels spell, of each sample; the first token is never predicted."""
         counts = []
         for row, places in enumerate(contents):
-            wanted = self.offsets[row, 1:][labels[row, 1:] != IGNORED]
+            wanted = torch.tensor(self.places[row])[1:][labels[row, 1:] != IGNORED]
             count = 0
             for begin, end in places:
                 inside = wanted[(wanted[:, 1] > begin) & (wanted[:, 0] < end)]
@@ -119,10 +115,14 @@ class Reader:
         """True if both vocabularies give every token the same id."""
         return bool(self.tokenizer.get_vocab() == other.tokenizer.get_vocab())
 
+    def encode(self, texts: Sequence[Text | Chat]) -> dict[str, Tensor]:
+        """The module's inputs for texts, pairs of texts or chats."""
+        return self.texts(texts).inputs
+
     def texts(self, texts: Sequence[Text | Chat]) -> Encoded:
         """Encode texts, pairs of texts as one sequence, or chats, padded on the right and cut at `longest`."""
         if texts and isinstance(texts[0], list):
-            return self.chats(cast(Sequence[Chat], texts))
+            return self._chats(cast(Sequence[Chat], texts))
         plain = cast(Sequence[Text], texts)
         return self._encoded(self._tokenize(plain), plain)
 
@@ -143,32 +143,38 @@ class Reader:
         if texts and isinstance(texts[0], list):
             chats = cast(Sequence[Chat], texts)
             if self.tokenizer.chat_template or not taught:
-                return self.chats(chats, last=taught)
-            texts, targets = (
-                [prompt_text(self.tokenizer, chat[:-1]) for chat in chats],
-                [c[-1]["content"] for c in chats],
-            )
-        starts = [joined_text(cast(Text, text)) for text in texts]
-        _check_targets(starts, targets or ())
-        ends = [""] * len(starts) if targets is None else targets
-        whole = [start + gap_between(start, end, " ") + end for start, end in zip(starts, ends, strict=True)]
+                return self._chats(chats, last=taught)
+            texts = [prompt_text(self.tokenizer, chat[:-1]) for chat in chats]
+            targets = [chat[-1]["content"] for chat in chats]
+        whole = starts = [joined_text(cast(Text, text)) for text in texts]
+        if targets is not None:
+            _check_targets(starts, targets)
+            whole = [text + gap_between(text, end, " ") + end for text, end in zip(starts, targets, strict=True)]
         mark = (self.tokenizer.eos_token or "") if taught else ""
         tokens = self._tokenize([text + mark for text in whole])
-        places = [
-            [(0 if targets is None else len(start), len(text))] for start, text in zip(starts, whole, strict=True)
-        ]
-        marked = [[(begin, end + len(mark))] for [(begin, end)] in places]
-        labels = tokens.labels(None if targets is None else marked)
+        begins = [0 if targets is None else len(text) for text in starts]
+        answers = [[(begin, len(text + mark))] for begin, text in zip(begins, whole, strict=True)]
+        labels = tokens.labels(None if targets is None else answers)
         if targets is not None:
             self._check_answers(whole, labels)
-        inside = [
-            (row, [None if begin >= len(text) else part for (begin, _), part in zip(row, parts, strict=True)])
-            for row, parts, text in zip(tokens.places, tokens.parts, whole, strict=True)
-        ]
-        found = self._encoded(tokens, whole, inside if mark else None)
+        found = self._encoded(
+            tokens,
+            whole,
+            [
+                (
+                    row,
+                    [
+                        None if mark and begin >= len(text) else part
+                        for (begin, _), part in zip(row, parts, strict=True)
+                    ],
+                )
+                for row, parts, text in zip(tokens.places, tokens.parts, whole, strict=True)
+            ],
+        )
+        places = [[(begin, len(text))] for begin, text in zip(begins, whole, strict=True)]
         return replace(found, labels=labels, characters=tokens.characters(labels, places))
 
-    def chats(self, chats: Sequence[Chat], *, last: bool = False) -> Encoded:
+    def _chats(self, chats: Sequence[Chat], *, last: bool = False) -> Encoded:
         """Encode chats by the tokenizer's template; a causal model predicts what the assistant writes, or its `last`.
 
         A template with a generation block says itself what that is.
@@ -178,19 +184,18 @@ class Reader:
             rendered = [replace(chat, answers=chat.answers[-1:]) for chat in rendered]
         texts = [chat.text for chat in rendered]
         tokens = self._tokenize(texts, special=not self.tokenizer.chat_template)
-        labels = tokens.labels(None if marks_answers(self.tokenizer) else [chat.answers for chat in rendered])
-        if marks_answers(self.tokenizer):
+        marked = marks_answers(self.tokenizer)
+        labels = tokens.labels([chat.answers for chat in rendered] if last or not marked else None)
+        if marked:
             options = {"return_dict": True, "return_assistant_tokens_mask": True}
-            marked = self.tokenizer.apply_chat_template(chats, truncation=True, max_length=self.longest, **options)
-            for row, mask in enumerate(marked["assistant_masks"]):
+            found = self.tokenizer.apply_chat_template(chats, truncation=True, max_length=self.longest, **options)
+            for row, mask in enumerate(found["assistant_masks"]):
                 labels[row, : len(mask)].masked_fill_(torch.tensor(mask) == 0, IGNORED)
-            if last:
-                labels = labels.masked_fill(tokens.labels([chat.answers for chat in rendered]) == IGNORED, IGNORED)
         self._check_answers(texts, labels)
-        contents = [chat.contents for chat in rendered]
         inside = [_inside(offsets, chat) for offsets, chat in zip(tokens.places, rendered, strict=True)]
-        found = self._encoded(tokens, [chat.said for chat in rendered], inside)
-        return replace(found, labels=labels, characters=tokens.characters(labels, contents))
+        encoded = self._encoded(tokens, [chat.said for chat in rendered], inside)
+        characters = tokens.characters(labels, [chat.contents for chat in rendered])
+        return replace(encoded, labels=labels, characters=characters)
 
     def _check_answers(self, texts: Sequence[str], labels: Tensor) -> None:
         lost = next((text for text, row in zip(texts, labels, strict=True) if (row[1:] == IGNORED).all()), None)
@@ -204,24 +209,23 @@ class Reader:
         """Encode for an encoder-decoder model, which predicts the target from the text."""
         _check_targets([joined_text(text) for text in texts], targets)
         found, wanted = self.texts(texts), self.texts(targets)
-        ids, mask, spans = wanted.inputs["input_ids"], wanted.inputs["attention_mask"], wanted.spans[0]
-        labels, inside = ids.masked_fill(mask == 0, IGNORED), wanted.inside
+        labels = wanted.inputs["input_ids"].masked_fill(wanted.inputs["attention_mask"] == 0, IGNORED)
+        spans, inside = wanted.spans[0], wanted.inside
         assert inside is not None
         if labels.shape[1] == found.inputs["input_ids"].shape[1]:  # streams must differ in length to be distinguished
-            labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)
-            spans = torch.nn.functional.pad(spans, (0, 0, 0, 1), value=PADDING)
-            inside = torch.nn.functional.pad(inside, (0, 1), value=False)
+            labels, inside = pad(labels, (0, 1), value=IGNORED), pad(inside, (0, 1), value=False)
+            spans = pad(spans, (0, 0, 0, 1), value=PADDING)
         characters = tuple(len(target.strip()) for target in targets)
         cut = tuple(map(max, found.cut, wanted.cut))
         return Encoded(found.inputs, labels, (*found.spans, spans), cut, characters, inside)
 
     def _tokenize(self, texts: Sequence[Text], special: bool = True) -> _Tokens:
-        firsts = [text if isinstance(text, str) else text[0] for text in texts]
-        seconds = None if all(isinstance(text, str) for text in texts) else [text[1] for text in texts]
+        sides = [[text if isinstance(text, str) else text[0] for text in texts]]
+        if not all(isinstance(text, str) for text in texts):
+            sides.append([text[1] for text in texts])
         with reraised("the tokenizer cannot read the texts"):
             found = self.tokenizer(
-                firsts,
-                seconds,
+                *sides,
                 add_special_tokens=special,
                 padding=True,
                 padding_side="right",
@@ -232,60 +236,54 @@ class Reader:
             )
             places = found.pop("offset_mapping")
             tensors = {name: torch.tensor(values) for name, values in found.items()}
-        parts = [found.sequence_ids(row) for row in range(len(firsts))]
+        parts = [found.sequence_ids(row) for row in range(len(texts))]
         counts = tensors["attention_mask"].sum(1).tolist()
-        bare = [row for row, count in enumerate(counts) if count == 0]
-        if bare:
-            raise DataError(f"the tokenizer finds no token in {texts[bare[0]]!r}, text {bare[0] + 1} of {len(texts)}.")
+        if 0 in counts:
+            bare = counts.index(0)
+            raise DataError(f"the tokenizer finds no token in {texts[bare]!r}, text {bare + 1} of {len(texts)}.")
         highest = int(tensors["input_ids"].max())
         if self.vocabulary is not None and highest >= self.vocabulary:
             raise CheckpointError(
                 f"the tokenizer gives token {highest}, but the model has embeddings for {self.vocabulary}: they do not "
                 "belong together. Copy the tokenizer's files from the original model."
             )
-        sides = [firsts] if seconds is None else [firsts, seconds]
+
+        def lacks_end(row: int, number: int) -> bool:  # blanks at the end of a text may have no token
+            ends = (end for (_, end), part in zip(places[row], parts[row], strict=True) if part == number)
+            return max(ends, default=0) < len(sides[number][row].rstrip())
+
         cut = (
-            count >= self.longest
-            and any(_lacks_end(side[row], places[row], parts[row], number) for number, side in enumerate(sides))
+            count >= self.longest and any(lacks_end(row, number) for number in range(len(sides)))
             for row, count in enumerate(counts)
         )
-        return _Tokens(tensors, firsts, places, parts, tuple(cut))
+        return _Tokens(tensors, sides[0], places, parts, tuple(cut))
 
-    def _encoded(self, tokens: _Tokens, pieces: Sequence[Pieces], inside: Sequence[_Inside] | None = None) -> Encoded:
+    def _encoded(
+        self,
+        tokens: _Tokens,
+        pieces: Sequence[str | tuple[str, ...]],
+        inside: Sequence[tuple[Sequence[Place], Parts]] | None = None,
+    ) -> Encoded:
         """The inputs and spans of tokenized texts, by the pieces of each and the place of each token in a piece."""
-        found = tokens.found
-        inputs = {name: found[name] for name in self.names if name in found}
-        if inside is None:
-            inside = list(zip(tokens.places, tokens.parts, strict=True))
-        masks = found["attention_mask"].tolist()
+        inputs = {name: tokens.found[name] for name in self.names if name in tokens.found}
+        inside = inside or list(zip(tokens.places, tokens.parts, strict=True))
+        masks = tokens.found["attention_mask"].tolist()
         rows = [_spans(piece, *inside[row], masks[row]) for row, piece in enumerate(pieces)]
         text = torch.tensor([[part is not None for part in parts] for _, parts in inside])
         return Encoded(inputs, None, (torch.tensor(rows, dtype=torch.float64),), tokens.cut, inside=text)
 
 
-_Inside = tuple[Sequence[Place], Sequence[int | None]]  # of each token: begin and end in a piece, and which piece
-
-
-def _inside(offsets: Sequence[Place], chat: Rendered) -> _Inside:
+def _inside(offsets: Sequence[Place], chat: Rendered) -> tuple[Sequence[Place], Parts]:
     """Tokens of a rendered chat by the contents that they stand in; a token of the template stands in none."""
     found: list[Place] = []
     parts: list[int | None] = []
     for begin, end in offsets:
         part = next((part for part, (start, stop) in enumerate(chat.contents) if begin < stop and end > start), None)
+        start, stop = (begin, end) if part is None else chat.contents[part]
+        zero = begin if part is None else stop - len(chat.said[part])  # the end of a cut content stands in the text
         parts.append(part)
-        if part is None:
-            found.append((0, 0))
-            continue
-        start, stop = chat.contents[part]
-        zero = stop - len(chat.said[part])  # of a content that is not whole, the end stands in the text
         found.append((max(begin, start) - zero, min(end, stop) - zero))
     return found, parts
-
-
-def _lacks_end(text: str, offsets: Sequence[Place], parts: Sequence[int | None], number: int) -> bool:
-    """True if the tokens of a part do not reach the end of its text; blanks at the end may have no token."""
-    ends = (end for (_, end), part in zip(offsets, parts, strict=True) if part == number)
-    return max(ends, default=0) < len(text.rstrip())
 
 
 def _check_targets(texts: Sequence[str], targets: Sequence[str]) -> None:
@@ -300,7 +298,7 @@ def joined_text(text: Text) -> str:
 
 
 def _spans(
-    text: str | tuple[str, ...], offsets: Sequence[Place], parts: Sequence[int | None], mask: Sequence[int]
+    text: str | tuple[str, ...], offsets: Sequence[Place], parts: Parts, mask: Sequence[int]
 ) -> list[list[float]]:
     """Begin and end of each token of one sample. Special tokens share one unit before, between or after the texts."""
     starts: list[float] = []

@@ -26,7 +26,7 @@ from ..models.base import Model, ModelLike
 from ..models.change import change_of, opened
 from ..models.heads import Head, choose_head
 from ..models.open import dtype_on, open_both, outline_model, pick_device, pick_dtype
-from ..models.sharding import sharded
+from ..models.weights import sharded
 from ..outputs import Output, Update, output_of
 from ..pairing import Plan
 from ..processes import by_first, ranks, undivided

@@ -133,7 +133,7 @@ def describe(setup: Setup, config: MeasureConfig, *, tested: int = 0) -> dict[st
     if passes is not None and config.memory_budget is not None:
         within |= {**_bytes(passes), "home": "files" if models.target.weights.offloaded else "RAM"}
     kept = method.kept(plan)
-    moved = _moved(plan, method, kept) | set(change.added.vector if change.added is not None else ())
+    moved = _moved(plan, method, kept) | set(change.added.vector)
     return {
         "method": name_of(method),
         "samples": len(setup.calibration.samples),

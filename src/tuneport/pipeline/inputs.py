@@ -44,7 +44,7 @@ from ..models.change import (
     opened,
     sum_of_changes,
 )
-from ..models.open import dtype_on, open_both, pick_device, pick_dtype, slow_note
+from ..models.open import dtype_on, open_both, pick_device, pick_dtype
 from ..models.weights import finetuned
 from ..pairing import Plan
 from ..processes import divided
@@ -318,8 +318,6 @@ def describe_inputs(
     record["blocks"] = {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)}
     samples = calibration.samples
     notes: list[str | None] = [dtype_note]
-    offloads = config.memory_budget is not None and device.type != "cpu"  # also live modules
-    notes.append(None if offloads else slow_note(*models))
     first = change.parts[0] if change.parts else None
     notes.append(base_note(first, models.source) if isinstance(first, Adapter) else None)
     if isinstance(samples, DatasetSamples):

@@ -18,7 +18,6 @@ from ..layers import Layer, LooseTensor
 from ..methods.base import matrix_of
 from ..models.base import MIXTURE, Model
 from ..models.change import Change
-from ..models.vocabulary import AddedTokens
 from ..pairing import (
     KEPT_BY_KIND,
     DepthRule,
@@ -260,8 +259,7 @@ def _parts(source: Model, change: Change, plan: Plan, moved: Collection[str], st
     loose = {pair.source.name: pair.target.name for pair in plan.loose if pair.target.name in moved}
     kinds = {part.name: part.kind for part in (*source.architecture.loose, *source.architecture.vocabulary_head)}
     owned = {name for layer in source.architecture.layers for name in (layer.weight, layer.bias)}
-    added = change.added or AddedTokens()
-    yield from added.parts
+    yield from change.added.parts
     for name in vector:
         if name not in owned:
             kind = kinds.get(name, "parameter")
@@ -271,7 +269,7 @@ def _parts(source: Model, change: Change, plan: Plan, moved: Collection[str], st
             yield Part(
                 source.weights.file_names.get(name, name),
                 KINDS.get(kind, "other parameters"),
-                _square_without(vector, name, added.rows if kind in TABLES else ()),
+                _square_without(vector, name, change.added.rows if kind in TABLES else ()),
                 targets,
                 reason,
             )

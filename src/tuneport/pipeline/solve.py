@@ -188,7 +188,7 @@ class _Solver:
 
     def _with_rows(self, moved: Transfer) -> Transfer:
         """A transfer with the rows of added tokens, unless the method moved the tables themselves."""
-        rows = dict(self.change.added.vector) if self.change.added is not None else {}
+        rows = dict(self.change.added.vector)
         return replace(moved, task_vector=TaskVector(rows | dict(moved.task_vector))) if rows else moved
 
 

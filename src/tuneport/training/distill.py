@@ -29,9 +29,8 @@ from ..errors import TuneportError
 from ..measure.samples import DatasetSamples, Samples
 from ..measure.signals import frozen
 from ..models.base import Model
-from ..models.sharding import as_parts, put_whole, shard, whole
 from ..models.tokenizer import Encoded
-from ..models.weights import finetuned
+from ..models.weights import as_parts, finetuned, put_whole, shard, whole
 from ..processes import by_first, divided
 from ..task_vectors.vector import TaskVector
 from ..types import Events, Sides

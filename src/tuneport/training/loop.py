@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import TuneportError
 from ..io.tensors import all_finite
-from ..models.sharding import own_part
+from ..models.weights import own_part
 from ..processes import summed, turns
 
 BatchLoss = Callable[[int, Tensor], Tensor]  # step (0-based) and row numbers -> mean loss of these samples

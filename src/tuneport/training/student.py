@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import TuneportError
 from ..models.base import Model
-from ..models.sharding import whole
+from ..models.weights import whole
 from ..task_vectors.low_rank import Entry, LowRank, truncate
 from ..task_vectors.vector import TaskVector
 

@@ -31,9 +31,9 @@ from tuneport.errors import CheckpointError
 from tuneport.layers import TokenLayout
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.measure.tokens import match_tokens
+from tuneport.models.base import Labelling
 from tuneport.models.heads import PROMPTS, choose_head
 from tuneport.models.open import as_classifier, describe_module, open_model, open_stored
-from tuneport.models.parts import Labelling
 from tuneport.pipeline.arithmetic import apply, extract
 from tuneport.task_vectors.vector import load_task_vector, save_task_vector
 

@@ -102,6 +102,12 @@ def check_tensors(
         )
 
 
+def order_of(wanted: Sequence[str], known: Sequence[str]) -> list[int] | None:
+    """Where each wanted class stands among the known ones; None if those are not the same classes."""
+    same = len(set(known)) == len(known) and sorted(known) == sorted(wanted)
+    return [known.index(name) for name in wanted] if same else None
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Context without transformers' progress bars and warnings; its settings are restored."""

@@ -11,29 +11,33 @@ import copy
 import inspect
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ...errors import CheckpointError, first_of, reraised, shortened
-from ...io.checkpoint import Checkpoint, open_checkpoint, read_object, write_checkpoint
-from ...io.tensors import check_finite
-from ..base import Family, HeadedTensors, Model, live_tensors, writer_with_config
-from ..outline import PACKED, check_config, check_kernels, count_weights, outline_of, quantisation, unread
-from ..parts import Labelling, Weights
-from . import not_imported, quiet
+from ...errors import CheckpointError, first_of, reraised
+from ...io.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
+from ...io.tensors import LazyTensors, check_finite, describe
+from ..base import Family, HeadedTensors, Labelling, Model, Weights, live_tensors, writer_with_config
+from ..offload import replace_by_placeholders
+from . import quiet
+from .huggingface_config import check_kernels, class_of, named_class, quantisation, read_settings
 from .huggingface_heads import classifier_around, labelling_of, with_classifier
-from .huggingface_text import EXPERTS, HEADS, TEXT_KINDS, complete_text, text_class
+from .huggingface_text import EXPERTS, complete_text, text_class
 from .huggingface_vision import ARCHITECTURES, complete_vision
 
 CONVERT = "convert it with from_pretrained(FOLDER, gguf_file=NAME) of AutoModelForCausalLM and AutoTokenizer"
+UNPACKED = "Give the model in float32, bfloat16 or float16"
 Built = tuple[nn.Module, list[str], list[str]]  # a module, its tensors missing in the files, those of another shape
+_building = threading.RLock()  # torch's default dtype belongs to the whole process: one thread at a time changes it
 
 
 class HuggingFace(Family):
@@ -46,10 +50,11 @@ class HuggingFace(Family):
         folder = Path(reference)
         if _is_gguf(reference):
             return _from_gguf(folder, device, dtype)
-        config = _read_config(folder, check=not trust_remote_code)
+        if not trust_remote_code:
+            check_kernels(folder)
         stored = open_checkpoint(folder)
-        if words := quantisation(config, folder):
-            return _dequantised(reference, stored, device, trust_remote_code, dtype, words)
+        if words := quantisation(read_settings(folder), folder):
+            return _dequantised(folder, stored, device, trust_remote_code, dtype, words)
         module = _fitting(folder, stored, partial(_load, folder, trust_remote_code, dtype)).to(device).eval()
         names = _file_names(module, stored)
         model = _model(module, reference, stored, names, folder, trust_remote_code)
@@ -65,13 +70,13 @@ class HuggingFace(Family):
         folder = Path(reference)
         if _is_gguf(reference):
             raise CheckpointError(f"{folder} is a GGUF file, and cannot be loaded block by block: {CONVERT}.")
-        config = _read_config(folder, check=True)
+        check_kernels(folder)
         stored = open_checkpoint(folder) if weights else None
-        if weights and (words := quantisation(config, folder)):
+        if weights and (words := quantisation(read_settings(folder), folder)):
             raise CheckpointError(f"{words}, and cannot be loaded block by block: leave out `memory_budget`.")
         module = _fitting(folder, stored, partial(_outline, folder, stored, dtype))
         names = _file_names(module, stored)
-        tensors = unread(module, names, folder) if stored is None else stored
+        tensors = _unread(module, names, folder) if stored is None else stored
         model = _model(module, reference, tensors, names, folder)
         return replace(model, weights=replace(model.weights, offloaded=True))
 
@@ -85,11 +90,9 @@ class HuggingFace(Family):
 
         if _is_gguf(reference):
             return None
-        content = _read_config(Path(reference))
-        named = content.get("architectures")
-        name = named[0] if isinstance(named, list) and named else ""
+        content = read_settings(Path(reference))
         with reraised(f"{reference}/config.json cannot be used"):
-            return labelling_of(str(name), PretrainedConfig.from_dict(content))
+            return labelling_of(named_class(content), PretrainedConfig.from_dict(content))
 
     def classifier(self, model: Model, labelling: Labelling, *, trust_remote_code: bool) -> Model:
         module, fresh = classifier_around(model.module, labelling, model.name)
@@ -131,38 +134,23 @@ def _model(
     return with_classifier(complete(model, trust_remote_code))
 
 
-def _read_config(folder: Path, *, check: bool = False) -> dict[str, Any]:
-    """The configuration of a model; `check` refuses native code."""
-    config = read_object(path := folder / "config.json", "a model configuration")
-    if check:
-        check_kernels(config, path)
-    return config
-
-
 @quiet()
 def _dequantised(
-    reference: str, stored: Checkpoint, device: torch.device, trust_remote_code: bool, dtype: torch.dtype, words: str
+    folder: Path, stored: Checkpoint, device: torch.device, trust_remote_code: bool, dtype: torch.dtype, words: str
 ) -> Model:
-    """A quantised model as transformers dequantises it; its tensors are those values in bfloat16."""
-    folder = Path(reference)
-    kind, _ = _class_of(folder, stored)
-    advice = "Give the model in float32, bfloat16 or float16"
-    settings = _read_config(folder)["quantization_config"]
-    if not _unpacks(settings.get("quant_method") if isinstance(settings, dict) else None):
-        raise CheckpointError(f"{words}, which transformers cannot dequantise. {advice}.")
-    with reraised(f"{words}, and transformers cannot dequantise it here. {advice}. The reason"):
-        packed = kind.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code)
-        unpacked = packed.dequantize(dtype)
-        return _in_bfloat16(unpacked, reference, folder, device, dtype, trust_remote_code)
-
-
-def _unpacks(method: object) -> bool:
-    """Whether transformers can dequantise a format, as far as it knows the format."""
+    """A quantised model as transformers dequantises it, where it can."""
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.base import HfQuantizer
 
-    known: Any = AUTO_QUANTIZER_MAPPING.get(str(method))
-    return known is None or known._dequantize is not HfQuantizer._dequantize
+    kind, _ = class_of(folder, stored)
+    settings = read_settings(folder)["quantization_config"]
+    method = str(settings.get("quant_method")) if isinstance(settings, dict) else ""
+    quantizer: Any = AUTO_QUANTIZER_MAPPING.get(method)
+    if quantizer is not None and quantizer._dequantize is HfQuantizer._dequantize:
+        raise CheckpointError(f"{words}, which transformers cannot dequantise. {UNPACKED}.")
+    with reraised(f"{words}, and transformers cannot dequantise it here. {UNPACKED}. The reason"):
+        packed = kind.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code)
+        return _in_bfloat16(packed.dequantize(dtype), str(folder), folder, device, dtype, trust_remote_code)
 
 
 def _is_gguf(reference: str) -> bool:
@@ -182,7 +170,7 @@ def _from_gguf(file: Path, device: torch.device, dtype: torch.dtype) -> Model:
     given = {"gguf_file": file.name, "local_files_only": True}
     dense = getattr(transformers, "GgufConfig", None)  # older versions always dequantise
     options = {} if dense is None else {"quantization_config": dense(dequantize=True)}
-    with reraised(f"transformers cannot dequantise {file}. Give the model in float32, bfloat16 or float16. The reason"):
+    with reraised(f"transformers cannot dequantise {file}. {UNPACKED}. The reason"):
         config = transformers.AutoConfig.from_pretrained(file.parent, **given)
         kind: Any = transformers.AutoModelForCausalLM._model_mapping.get(type(config), type(config))
         if text_class(kind.__name__, config.model_type) is None:
@@ -195,12 +183,7 @@ def _from_gguf(file: Path, device: torch.device, dtype: torch.dtype) -> Model:
 
 
 def _in_bfloat16(
-    unpacked: Any,
-    reference: str,
-    folder: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
+    unpacked: Any, name: str, folder: Path, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> Model:
     """A model whose weights were dequantised; its tensors are those values in bfloat16."""
     config = copy.deepcopy(unpacked.config)
@@ -211,37 +194,8 @@ def _in_bfloat16(
     module = module.to(device, dtype).eval()
     names = _file_names(module)
     tensors = {names[n]: t.to("cpu", torch.bfloat16) for n, t in live_tensors(module).items() if n in names}
-    model = _model(module, reference, tensors, names, folder, trust_remote_code)
+    model = _model(module, name, tensors, names, folder, trust_remote_code)
     return replace(model, weights=replace(model.weights, write=writer_with_config(module)))
-
-
-def _class_of(folder: Path, stored: Checkpoint | None) -> tuple[Any, bool]:
-    """The class that a folder's config.json names, and whether it is a text model."""
-    import transformers
-
-    path, config = folder / "config.json", _read_config(folder)
-    check_config(config, path, stored)
-    named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else None
-    if name is None:
-        raise CheckpointError(
-            f"{path} does not say which class the model is: architectures is missing or empty. Add "
-            'it, as in "architectures": ["ViTForImageClassification"].'
-        )
-    try:
-        kind = getattr(transformers, name, None)
-    except Exception as error:
-        raise not_imported(f"{name} of transformers", error) from error
-    is_text = text_class(name, str(config.get("model_type"))) is not None
-    if kind is None or not (is_text or name in ARCHITECTURES):
-        raise CheckpointError(
-            f"{folder} holds a {shortened(name)}, which tuneport does not know. "
-            f"Known: {', '.join(sorted(ARCHITECTURES))}; and for text {', '.join(TEXT_KINDS)}, as {', '.join(HEADS)}. "
-            "See docs/extending.md."
-        )
-    if stored is not None:
-        _check_size(kind, path, stored, bool(config.get("quantization_config")))
-    return kind, is_text
 
 
 @quiet()
@@ -249,7 +203,7 @@ def _fitting(folder: Path, stored: Checkpoint | None, build: Callable[..., Built
     """Build the class that config.json names or, for a text model, one with fewer parts that the weights fit."""
     import transformers
 
-    kind, is_text = _class_of(folder, stored)
+    kind, is_text = class_of(folder, stored)
     module, missing, misshapen = build(kind)
     if missing and is_text and not misshapen:
         # encoders are often stored without the head, or the pooler, that their config.json names
@@ -270,25 +224,6 @@ def _fitting(folder: Path, stored: Checkpoint | None, build: Callable[..., Built
     return module
 
 
-def _outline(folder: Path, stored: Checkpoint | None, dtype: torch.dtype, kind: Any, **options: Any) -> Built:
-    module = outline_of(kind, folder, dtype, **options)
-    if stored is None:
-        return module, [], []
-    missing, misshapen = [], []
-    for name, file in _file_names(module, stored).items():
-        shape = tuple(module.get_parameter(name).shape)
-        if file not in stored:
-            if EXPERTS.search(name):
-                raise CheckpointError(
-                    f"{folder} holds the experts of a mixture one by one, which tuneport cannot load block by block: "
-                    "leave out `memory_budget`."
-                )
-            missing.append(name)
-        elif stored.shape(file) != shape:
-            misshapen.append(f"{name} {stored.shape(file)} vs {shape}")
-    return module, missing, misshapen
-
-
 def _load(folder: Path, trust_remote_code: bool, dtype: torch.dtype, kind: Any, **options: Any) -> Built:
     with reraised(f"transformers cannot load {folder} as {kind.__name__}"):
         module, info = kind.from_pretrained(
@@ -304,40 +239,62 @@ def _load(folder: Path, trust_remote_code: bool, dtype: torch.dtype, kind: Any, 
     return module, sorted(info["missing_keys"]), sorted(misshapen)
 
 
-def _check_size(kind: Any, path: Path, stored: Checkpoint, packed: bool) -> None:
-    """Refuse a model that is far larger than its weights."""
-    weights = count_weights(stored) * (PACKED if packed else 1)
-    with reraised(f"{path} describes no {kind.__name__}"):
-        described = _count_described(kind, path.parent, path.read_bytes())
-    if described > 2 * weights + 10**7:
-        raise CheckpointError(
-            f"{path} is refused: it describes {described} parameters, but its weights hold {weights}. They do not "
-            "belong together."
-        )
+def _outline(folder: Path, stored: Checkpoint | None, dtype: torch.dtype, kind: Any, **options: Any) -> Built:
+    """Build a module with placeholders for parameters, and with the values of its buffers."""
+    thread = threading.get_ident()
+
+    def to_meta(_: nn.Module, name: str, parameter: nn.Parameter) -> Any:  # torch's own annotation lacks the result
+        del name
+        if parameter.is_meta or threading.get_ident() != thread:  # another thread builds a module of its own
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+
+    with _building, reraised(f"{folder / 'config.json'} describes no {kind.__name__}"):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with register_module_parameter_registration_hook(to_meta):
+                config = kind.config_class.from_pretrained(folder, local_files_only=True)
+                module: nn.Module = kind(config, **options).eval()
+        finally:
+            torch.set_default_dtype(before)
+    replace_by_placeholders(module)
+    if stored is None:
+        return module, [], []
+    missing, misshapen = [], []
+    for name, file in _file_names(module, stored).items():
+        shape = tuple(module.get_parameter(name).shape)
+        if file in stored:
+            misshapen += [f"{name} {stored.shape(file)} vs {shape}"] if stored.shape(file) != shape else []
+        elif EXPERTS.search(name):
+            raise CheckpointError(
+                f"{folder} holds the experts of a mixture one by one, which tuneport cannot load block by block: "
+                "leave out `memory_budget`."
+            )
+        else:
+            missing.append(name)
+    return module, missing, misshapen
 
 
-@lru_cache
-def _count_described(kind: Any, folder: Path, content: bytes) -> int:
-    """Count the parameters that a config.json of this content describes, by a model on the meta device."""
-    from transformers.initialization import no_init_weights
+def _unread(module: nn.Module, file_names: Mapping[str, str], folder: Path) -> LazyTensors:
+    """The tensors that the weight files would hold: names and shapes, but no values."""
+    parameters = dict(module.named_parameters())
+    specs = {file_names[name]: describe(parameters, name) for name in parameters}
 
-    del content  # tells one state of the folder from another
-    with no_init_weights(), torch.device("meta"):
-        model = kind(kind.config_class.from_pretrained(folder, local_files_only=True))
-    return sum(parameter.numel() for parameter in model.parameters())
+    def read(name: str) -> Tensor:
+        raise CheckpointError(f"{folder} has no weights, so {name} cannot be read.")
+
+    return LazyTensors(specs, read, specs.__getitem__)
 
 
 def _file_names(module: Any, stored: Checkpoint | None = None) -> dict[str, str]:
     """Live parameter name -> name in the files, where a bare model may have the prefix of its class (`bert.`)."""
-    state = module.state_dict()
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
+    from transformers.core_model_loading import revert_weight_conversion
 
-        saved = revert_weight_conversion(module, dict(state))
-    except ImportError:
-        saved = state
+    state = module.state_dict()
     live = {(tensor.data_ptr(), tensor.shape): name for name, tensor in state.items()}
-    back = {live[key]: name for name, tensor in saved.items() if (key := (tensor.data_ptr(), tensor.shape)) in live}
+    saved = revert_weight_conversion(module, dict(state)).items()
+    back = {live[key]: name for name, tensor in saved if (key := (tensor.data_ptr(), tensor.shape)) in live}
     names = {name: back.get(name, name) for name, _ in module.named_parameters()}
     if stored is None or any(file in stored for file in names.values()):
         return names

@@ -7,7 +7,6 @@ pooler where the class has one. A head that already knows the classes is copied,
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +15,8 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, first_of, reraised
-from ..base import Model
-from ..heads import config_classes, config_names
-from ..parts import Classifier, Labelling
-from . import quiet
+from ..base import Classifier, Labelling, Model
+from . import order_of, quiet
 
 AUTO = {
     "image": "AutoModelForImageClassification",
@@ -31,12 +28,15 @@ TASKS = {f"For{task.title()}Classification": task for task in AUTO}  # by the en
 
 
 def labelling_of(name: str, config: Any) -> Labelling | None:
-    """What the classification layer of a class decides; None if it has none."""
+    """What the classification layer of a class decides; transformers' defaults LABEL_0, LABEL_1 become 0, 1."""
     task = next((task for end, task in TASKS.items() if name.endswith(end)), None)
     if task is None:
         return None
-    problem = getattr(config, "problem_type", None) or ""
-    return Labelling(task, config_classes(config), problem, config_names(config))
+    with reraised("id2label in config.json has keys that are not numbers"):
+        labels = {int(index): str(label) for index, label in (config.id2label or {}).items()}
+    names = tuple(labels[index] for index in sorted(labels))
+    classes = tuple(label.removeprefix("LABEL_") for label in names)
+    return Labelling(task, classes, getattr(config, "problem_type", None) or "", names)
 
 
 def with_classifier(model: Model) -> Model:
@@ -44,11 +44,11 @@ def with_classifier(model: Model) -> Model:
     found = labelling_of(type(model.module).__name__, model.module.config)
     if found is None:
         return model
-    classifier = Classifier(last_linear(model.module), found.task, found.problem, found.names)
+    classifier = Classifier(_last_linear(model.module), found)
     return replace(model, outputs=replace(model.outputs, classes=found.classes), classifier=classifier)
 
 
-def last_linear(module: Any) -> str:
+def _last_linear(module: Any) -> str:
     """The path of the last linear layer of a classifier's head."""
     inner = f"{module.base_model_prefix}."
     linear: list[str] = [path for path, part in module.named_modules() if isinstance(part, nn.Linear)]
@@ -74,22 +74,22 @@ def classifier_around(module: Any, labelling: Labelling, name: str) -> tuple[nn.
     config.architectures = [kind.__name__]
     with quiet(), reraised(f"transformers cannot make a {kind.__name__} of {name}"), torch.device("meta"):
         new = kind(config)
+    inner = new.base_model
     if type(module) is kind:
-        known = config_classes(module.config)
-        own = len(set(known)) == len(known) and sorted(known) == sorted(labelling.classes)
-        _share_same(new, module, [known.index(word) for word in labelling.classes] if own else None)
-    elif new.base_model is new:
+        known = labelling_of(kind.__name__, module.config)
+        _share_same(new, module, order_of(labelling.classes, known.classes if known is not None else ()))
+    elif inner is new:
         tower = getattr(module, TOWER, module)
         if type(tower) is not type(getattr(new, TOWER, None)):
             raise none
         new._modules[TOWER] = tower
     else:
-        _share(new.base_model, module.base_model)
-    inner = getattr(new, TOWER, new) if new.base_model is new else new.base_model
-    missing = [key for key, _ in _unset(inner) if "pool" not in key]
+        _share(inner, module.base_model)
+    inner = getattr(new, TOWER, new) if inner is new else new.base_model
+    missing = [key for key, tensor in inner.named_parameters() if tensor.is_meta and "pool" not in key]
     if missing:
         raise CheckpointError(f"{name} lacks parts of a {kind.__name__}: {first_of(missing)}.")
-    fresh, like = frozenset(key for key, _ in _unset(new)), next(module.parameters())
+    fresh, like = frozenset(key for key, tensor in new.named_parameters() if tensor.is_meta), next(module.parameters())
     _initialise(new, like.device, like.dtype)
     return new.eval(), fresh
 
@@ -111,28 +111,22 @@ def _share(new: nn.Module, old: nn.Module) -> None:
     """Put the parts of a model into a new one that has parts of the same names."""
     for kind in ("_modules", "_parameters", "_buffers"):
         mine, others = getattr(new, kind), getattr(old, kind)
-        for name, part in mine.items():
-            if part is not None and others.get(name) is not None:
-                mine[name] = others[name]
+        both = (name for name, part in mine.items() if part is not None and others.get(name) is not None)
+        mine.update({name: others[name] for name in both})
 
 
 def _share_same(new: Any, old: Any, order: list[int] | None) -> None:
     """Share the parts of a module of the same class and copy its head; `order` says where each class is there."""
-    last = last_linear(old)
+    last = _last_linear(old)
     root, inner = last.partition(".")[0], old.base_model_prefix
     for name, part in old.named_children():
-        if name == root and order is None:
-            continue
-        inside = name == inner or (inner not in old._modules and name != root)
-        new._modules[name] = part if inside else copy.deepcopy(part)
+        if name != root or order is not None:
+            inside = name == inner or (inner not in old._modules and name != root)
+            new._modules[name] = part if inside else copy.deepcopy(part)
     if order is not None:
         layer = new.get_submodule(last)
         for name, tensor in layer.named_parameters():
             layer._parameters[name] = nn.Parameter(tensor.detach()[order], requires_grad=tensor.requires_grad)
-
-
-def _unset(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.is_meta)
 
 
 def _initialise(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

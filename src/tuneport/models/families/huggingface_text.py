@@ -22,12 +22,10 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, first_of
 from ...io.checkpoint import read_object
 from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
-from ..base import MIXTURE, Model, outside_of
-from ..parts import Architecture, Batch, Generation, Inputs, Outputs
+from ..base import MIXTURE, Architecture, Batch, Generation, Inputs, Model, Outputs, outside_of
 from ..tokenizer import Reader
 from . import TOKENIZER_FILES, open_tokenizer
-from .huggingface_answers import answer_logits
-from .huggingface_generation import end_tokens, generate
+from .huggingface_generation import answer_logits, end_tokens, generate
 
 ENCODER, DECODER, SEQ2SEQ = "encoder", "decoder", "seq2seq"
 TEXT_KINDS: Mapping[str, str] = {

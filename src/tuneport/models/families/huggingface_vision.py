@@ -13,9 +13,8 @@ from torch import Tensor
 from ...errors import CheckpointError, reraised, shortened
 from ...io.checkpoint import read_json
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Model, outside_of
+from ..base import Architecture, Batch, Inputs, Model, Outputs, outside_of
 from ..heads import temperature_of
-from ..parts import Architecture, Batch, Inputs, Outputs
 from . import open_tokenizer, quiet
 
 LARGEST_IMAGE = 8192  # pixels a side

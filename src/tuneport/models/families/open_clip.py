@@ -22,9 +22,8 @@ from ...errors import CheckpointError, first_of, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.tensors import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Family, Model, live_tensors, outside_of, read_config
+from ..base import Architecture, Family, Inputs, Model, Outputs, Weights, live_tensors, outside_of, read_config
 from ..heads import temperature_of
-from ..parts import Architecture, Inputs, Outputs, Weights
 from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
 
 CONFIG = "open_clip_config.json"

@@ -20,9 +20,32 @@ from ...errors import CheckpointError, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.tensors import check_finite
 from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Family, HeadedTensors, Model, live_tensors, read_config
-from ..parts import Architecture, Batch, Classifier, Inputs, Labelling, Outputs, Weights
-from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
+from ..base import (
+    Architecture,
+    Batch,
+    Classifier,
+    Family,
+    HeadedTensors,
+    Inputs,
+    Labelling,
+    Model,
+    Outputs,
+    Weights,
+    Write,
+    live_tensors,
+    read_config,
+)
+from . import (
+    NO_SHARDS,
+    Location,
+    check_loadable,
+    check_tensors,
+    fetching,
+    load_library,
+    order_of,
+    pixel_encoder,
+    unknown_model,
+)
 
 PREFIX = "timm:"
 _write = partial(write_checkpoint, max_shard_size=NO_SHARDS)
@@ -58,21 +81,16 @@ class Timm(Family):
     def classifier(self, model: Model, labelling: Labelling, *, trust_remote_code: bool) -> Model:
         if labelling.task != "image":
             return super().classifier(model, labelling, trust_remote_code=trust_remote_code)
-        module, own = _with_classes(model.module, labelling.classes)
+        module, known = _with_classes(model.module, labelling.classes)
         head = {f"head.{name}": parameter for name, parameter in module.head.named_parameters()}
-        names = {name: name for name in model.weights.tensors if name not in ("head.weight", "head.bias")}
+        names = {name: name for name in model.weights.tensors if name not in head}
         new = _model(module, model.name, HeadedTensors(model.weights.tensors, names, head), model.weights.folder)
-        stored = {name: tensor.detach().clone() for name, tensor in head.items()} if own else {}
-        classifier = Classifier("head", "image", own=stored, fresh=frozenset() if own else frozenset(head))
-        weights = replace(new.weights, write=partial(_write_classes, module=module))
-        return replace(new, weights=weights, classifier=classifier)
+        own = {name: tensor.detach().clone() for name, tensor in head.items()} if known else {}
+        classifier = Classifier("head", Labelling("image", labelling.classes), own, frozenset(head) - frozenset(own))
+        return replace(new, weights=replace(new.weights, write=_writer(module)), classifier=classifier)
 
     def knows(self, module: nn.Module) -> bool:
-        own = any(
-            kind.__name__ == "VisionTransformer" and kind.__module__.startswith("timm.")
-            for kind in type(module).__mro__
-        )
-        return own and _unknown(module) is None
+        return any(kind.__module__.startswith("timm.") for kind in type(module).__mro__) and _unknown(module) is None
 
     def describe(self, module: nn.Module) -> Model:
         return _model(module, type(module).__name__, live_tensors(module), None)
@@ -119,17 +137,16 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
     width, prefix = int(module.embed_dim), int(module.num_prefix_tokens)
     pool = {"attn_pool.kv.weight": {"k": ((0, width),), "v": ((width, 2 * width),)}}
     layers = find_layers(module, fused=pool, heads=int(module.blocks[0].attn.num_heads))
-    classifies = int(module.num_classes) > 0
 
     def features(live: Any, batch: Batch) -> Any:
         return live.forward_head(live.forward_features(batch["pixel_values"]), pre_logits=True)
 
     names = {name: name for name, _ in module.named_parameters()}
-    write = _write if folder is not None else lambda new, tensors: _write_with_config(new, tensors, module)
+    classes = _classes(module)
     return Model(
         name=name,
         module=module,
-        weights=Weights(stored, names, folder, write, "timm"),
+        weights=Weights(stored, names, folder, _write if folder is not None else _writer(module), "timm"),
         architecture=Architecture(layers, find_loose(module, layers)),
         inputs=Inputs(
             "image",
@@ -139,34 +156,32 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
         outputs=Outputs(
             features,
             width,
-            logits=(lambda live, batch: live(batch["pixel_values"])) if classifies else None,
-            classes=_classes(module) if classifies else (),
+            logits=(lambda live, batch: live(batch["pixel_values"])) if classes else None,
+            classes=classes,
         ),
-        classifier=Classifier("head", "image") if classifies else None,
+        classifier=Classifier("head", Labelling("image", classes)) if classes else None,
     )
 
 
 def _with_classes(module: Any, classes: tuple[str, ...]) -> tuple[Any, bool]:
     """A copy of a module that shares all but its classification layer, and whether that knew the classes."""
-    known = _classes(module) if module.num_classes else ()
     new, head = copy.copy(module), nn.Linear(int(module.num_features), len(classes))
-    own = len(set(known)) == len(known) and sorted(known) == sorted(classes)
+    order = order_of(classes, _classes(module))
     with torch.no_grad():
         head.weight.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
         head.bias.zero_()
-        if own:
-            order = [known.index(name) for name in classes]
+        if order is not None:
             head.weight.copy_(module.head.weight[order])
             head.bias.copy_(module.head.bias[order])
     like = next(module.parameters())
     new._modules = {**module._modules, "head": head.to(like.device, like.dtype).eval()}
     new.num_classes = len(classes)
     new.pretrained_cfg = {**module.pretrained_cfg, "num_classes": len(classes), "label_names": list(classes)}
-    return new, own
+    return new, order is not None
 
 
 def _classes(module: Any) -> tuple[str, ...]:
-    """The class names of the configuration, else numbers."""
+    """The class names of the configuration, else numbers; none for a model without a classification layer."""
     count = int(module.num_classes)
     names = module.pretrained_cfg.get("label_names") or ()
     if isinstance(names, Mapping):
@@ -183,32 +198,24 @@ def _evaluation_transform(module: Any) -> Any:
     return data.create_transform(**settings)
 
 
-def _write_classes(folder: Path, tensors: Mapping[str, Tensor], module: Any) -> None:
-    """Write timm's hub layout, with the classes of a new head in the configuration."""
-    path = folder / "config.json"
-    if not path.is_file():
-        _write_with_config(folder, tensors, module)
-        return
-    _write(folder, tensors)
-    config, classes = read_config(path), {key: module.pretrained_cfg[key] for key in ("num_classes", "label_names")}
-    config |= {**classes, "pretrained_cfg": {**config.get("pretrained_cfg", {}), **classes}}
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def _writer(module: Any) -> Write:
+    """A writer of timm's hub layout: config.json names the architecture and, in a copied one, the classes of a head."""
 
+    def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        _write(folder, tensors)
+        given, path = module.pretrained_cfg, folder / "config.json"
+        if config := read_config(path):
+            classes = {key: given[key] for key in ("num_classes", "label_names")}
+            config |= {**classes, "pretrained_cfg": {**config.get("pretrained_cfg", {}), **classes}}
+        elif given.get("architecture") is not None:
+            origin = {"url", "file", "source", "hf_hub_id", "hf_hub_filename", "state_dict", "custom_load"}
+            settings = {key: value for key, value in given.items() if value is not None and key not in origin}
+            config = {
+                "architecture": settings.pop("architecture"),
+                **{key: getattr(module, key) for key in ("num_classes", "num_features", "global_pool")},
+                "pretrained_cfg": {**settings, "num_classes": module.num_classes},
+            }
+        if config:
+            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-def _write_with_config(folder: Path, tensors: Mapping[str, Tensor], module: Any) -> None:
-    """Write timm's hub layout, with a config.json that names the architecture."""
-    _write(folder, tensors)
-    settings = {key: value for key, value in module.pretrained_cfg.items() if value is not None}
-    for key in ("url", "file", "source", "hf_hub_id", "hf_hub_filename", "state_dict", "custom_load"):
-        settings.pop(key, None)
-    architecture = settings.pop("architecture", None)
-    if architecture is None:
-        return
-    config = {
-        "architecture": architecture,
-        "num_classes": module.num_classes,
-        "num_features": module.num_features,
-        "global_pool": module.global_pool,
-        "pretrained_cfg": {**settings, "num_classes": module.num_classes},
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return write
