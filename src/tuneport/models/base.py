@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,21 +29,6 @@ Batch = Mapping[str, Tensor]
 Forward = Callable[[nn.Module, Batch], Tensor]
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 Write = Callable[[Path, Mapping[str, Tensor]], object]
-
-
-class DatasetLike(Protocol):
-    """The fields of a data set that this package reads."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def classes(self) -> tuple[str, ...]: ...
-    @property
-    def prompts(self) -> tuple[str, ...]: ...
-    @property
-    def label_texts(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,17 +80,14 @@ class Outputs:
 class Generation:
     """How a model writes text.
 
-    Args:
-        kind: "causal" or "seq2seq".
-        generate: continues a batch, padded on the left, by at most so many tokens; a callback gets the scores of the
-            next tokens (N, V) and returns the chosen ones (N,) and which texts are finished (N,).
-        token_logits: scores of the next tokens (M, vocabulary), of a batch, its labels and the places of interest
-            (N, T).
-        answer_logits: scores (N, K, vocabulary) and labels (N, K) of rows that are several answers to each question,
-            with the number of answers to each; returns None if the shared tokens cannot be read once.
+    `generate` continues a batch, padded on the left, by at most so many tokens; a callback gets the scores of the next
+    tokens (N, V) and returns the chosen ones (N,) and which texts are finished (N,). `token_logits` gives the scores of
+    the next tokens (M, vocabulary), of a batch, its labels and the places of interest (N, T). `answer_logits` gives
+    scores (N, K, vocabulary) and labels (N, K) of rows that are several answers to each question, with the number of
+    answers to each, or None if the shared tokens cannot be read once.
     """
 
-    kind: str
+    kind: str  # "causal" or "seq2seq"
     generate: Callable[[nn.Module, Batch, int, Choose], None]
     token_logits: Callable[[nn.Module, Batch, Tensor, Tensor], Tensor]
     answer_logits: Callable[[nn.Module, Batch, Tensor, Sequence[int]], tuple[Tensor, Tensor] | None] | None = None
@@ -228,9 +210,7 @@ class Model:
         """An encoded batch on the model's device, with pixels in the dtype of its first layer."""
         layers = self.architecture.layers
         dtype = self.module.get_parameter(layers[0].weight).dtype if layers else None
-        return {
-            key: value.to(self.device, dtype if value.is_floating_point() else None) for key, value in batch.items()
-        }
+        return {key: one.to(self.device, dtype if one.is_floating_point() else None) for key, one in batch.items()}
 
     def parameters(self) -> Mapping[str, Tensor]:
         """The parameters by their live names: those of the module, or those in the files if the model is offloaded."""
@@ -247,7 +227,7 @@ class Model:
             large = f"{self.name} is larger than `memory_budget`"
             raise TuneportError(f"{what} needs whole models in memory, and {large}: {instead}.")
 
-    def check_kind(self, data: DatasetLike) -> None:
+    def check_kind(self, data: Any) -> None:
         """Raise if the data hold images and the model reads texts, or the other way round."""
         if data.kind != self.inputs.kind:
             raise DataError(f"{data.name} holds {data.kind}s, but {self.name} reads {self.inputs.kind}s.")
@@ -349,8 +329,10 @@ class Family(ABC):
     def outline(self, reference: str, *, dtype: torch.dtype, weights: bool = True) -> Model:
         """Open the model offloaded; without `weights` its weight files need not exist."""
         del dtype, weights
-        why = "as only transformers' folders can"
-        raise CheckpointError(f"{reference} cannot be built without its weights, {why}: leave out `shapes_only`.")
+        raise CheckpointError(
+            f"{reference} cannot be built without its weights, as only transformers' folders can: leave out "
+            "`shapes_only`."
+        )
 
     def labelling(self, reference: str) -> Labelling | None:
         """What the classification layer of a model in files decides; None if it has none."""

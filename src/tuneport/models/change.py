@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -55,20 +56,15 @@ class AddedTokens:
 class Change:
     """What a fine-tune changed in the source, by live names.
 
-    Args:
-        vector: the change that is moved; a head that is fitted is no part of it.
-        parts: the fine-tunes whose changes are added, as they were opened.
-        whole: the change that makes the source its fine-tune, also in the tensors of `exclude`, if the fine-tune
-            labels samples or its head is fitted.
-        added: tokens that the fine-tune added.
-        fits_head: whether the target's head is fitted to the scores of the fine-tune.
+    `whole` makes the source its fine-tune, also in the tensors of `exclude`, if that labels samples or its head is
+    fitted.
     """
 
-    vector: TaskVector
-    parts: tuple[Finetuned, ...] = ()
+    vector: TaskVector  # the change that is moved; a head that is fitted is no part of it
+    parts: tuple[Finetuned, ...] = ()  # the fine-tunes whose changes are added, as they were opened
     whole: TaskVector | None = None
     added: AddedTokens = field(default_factory=AddedTokens)
-    fits_head: bool = False
+    fits_head: bool = False  # whether the target's head is fitted to the scores of the fine-tune
 
     @property
     def teacher(self) -> TaskVector:
@@ -215,14 +211,11 @@ def stated_base(item: Path) -> str | None:
 
 def stated_fingerprint(finetuned: Finetuned) -> str:
     """The fingerprint of its base that a task-vector file, or an adapter by tuneport, has; else nothing."""
-    try:
-        if isinstance(finetuned, Adapter):
-            record = read_record(finetuned.files[0].parent) if finetuned.files else {}
-            return str(record.get("base_fingerprint", ""))
+    with suppress(TuneportError, AttributeError):
+        if isinstance(finetuned, Adapter) and finetuned.files:
+            return str(read_record(finetuned.files[0].parent).get("base_fingerprint", ""))
         if isinstance(finetuned, (str, Path)) and is_task_vector(Path(finetuned)):
             return open_checkpoint(Path(finetuned)).metadata.get("base_fingerprint", "")
-    except (TuneportError, AttributeError):
-        pass
     return ""
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from ..errors import CheckpointError, DataError, first_of, is_text
 from ..io.checkpoint import open_checkpoint, read_json
 from ..io.untrusted import check_regular, parse_json
-from .base import Batch, DatasetLike, Model, widened
+from .base import Batch, Model, widened
 
 # Short descriptions in several wordings; their embeddings are averaged into one class embedding.
 PROMPTS = (
@@ -29,12 +30,10 @@ LARGEST_LOG_SCALE = 4.61  # CLIP clips its factor at 100 = e^4.6052
 
 def class_embeddings(classes: Sequence[str], prompts: Sequence[str], embed: Callable[[list[str]], Tensor]) -> Tensor:
     """One embedding per class (classes, dim): the mean of the embedded prompts, by default those of PROMPTS."""
-    rows = []
-    for name in classes:
-        with torch.no_grad():
-            texts = embed([prompt.format(name.replace("_", " ")) for prompt in prompts or PROMPTS])
-        rows.append(F.normalize(widened(texts), dim=-1).mean(0))
-    return F.normalize(torch.stack(rows), dim=-1).cpu()
+    with torch.no_grad():
+        texts = [[prompt.format(name.replace("_", " ")) for prompt in prompts or PROMPTS] for name in classes]
+        rows = [F.normalize(widened(embed(each)), dim=-1).mean(0) for each in texts]
+        return F.normalize(torch.stack(rows), dim=-1).cpu()
 
 
 def temperature_of(parameter: Tensor, stored: Mapping[str, Tensor], name: str) -> float:
@@ -44,7 +43,7 @@ def temperature_of(parameter: Tensor, stored: Mapping[str, Tensor], name: str) -
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """Turns features into class scores: by frozen class embeddings, or by the model's classification layer (None)."""
+    """Turns features into class scores: by frozen class embeddings or, without them, the classification layer."""
 
     name: str
     classes: tuple[str, ...]
@@ -55,10 +54,7 @@ class Head:
         return f"Head({self.name}: {len(self.classes)} classes)"
 
     def scores(self, model: Model, module: nn.Module, batch: Batch) -> Tensor:
-        """Class scores in float32 at least: `scale * cosine(features, class embedding)`, or the logits.
-
-        They are (N, classes), or (N, T, classes) for a model that labels tokens.
-        """
+        """Class scores (N, classes) in float32 at least, or (N, T, classes) of a model that labels tokens."""
         if self.class_embeds is None:
             assert model.outputs.logits is not None
             return widened(model.outputs.logits(module, batch))
@@ -71,11 +67,10 @@ class Head:
 def read_head(path: Path) -> Head:
     """Read `class_embeds`, `logit_scale` (a logarithm, as CLIP stores it) and the class names of a head file."""
     stored = open_checkpoint(path)
-    keys = ("class_embeds", "logit_scale")
-    missing = [key for key in keys if key not in stored]
+    missing = [key for key in ("class_embeds", "logit_scale") if key not in stored]
     if missing:
         raise CheckpointError(f"{path} is not a head: no {first_of(missing)} in it, only {first_of(stored)}.")
-    if any(stored.dtype(key).is_complex for key in keys):
+    if stored.dtype("class_embeds").is_complex or stored.dtype("logit_scale").is_complex:
         raise CheckpointError(f"{path} is not a head: it holds complex numbers.")
     embeds, scale = stored["class_embeds"].float(), stored["logit_scale"].float()
     try:
@@ -102,12 +97,11 @@ def read_head(path: Path) -> Head:
     return Head(path.stem, names, embeds, math.exp(float(scale)))
 
 
-def choose_head(model: Model, wanted: str | None, dataset: DatasetLike) -> Head:
+def choose_head(model: Model, wanted: str | None, dataset: Any) -> Head:
     """Choose the head that scores `dataset`: `wanted`, else the model's classifier, its text tower or a stored head.
 
     `wanted` is the name of a file `heads/NAME.safetensors` in the model's folder, a head file, or a JSON file that
-    describes the classes in words. A text tower reads the `label_texts` of the data set, or else its class names in
-    its `prompts` (templates with {} for the name).
+    describes the classes in words. A text tower reads the `label_texts` of the data set, or its classes in `prompts`.
     """
     stored = sorted((model.weights.folder / "heads").glob("*.safetensors")) if model.weights.folder is not None else []
     paths = {path.stem: path for path in stored}
@@ -148,9 +142,8 @@ def _described_head(model: Model, path: Path) -> Head:
     content = read_json(path, "a list of class descriptions")
     described = content.items() if isinstance(content, dict) else ()
     words = {name: [text] if isinstance(text, str) else text for name, text in described}
-    if not words or not all(
-        isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts) for texts in words.values()
-    ):
+    lists = bool(words) and all(isinstance(texts, list) and texts for texts in words.values())
+    if not lists or not all(isinstance(text, str) for texts in words.values() for text in texts):
         raise DataError(f'{path} does not describe classes: expected {{"class": "description", ...}} in words.')
     found = (class_embeddings(texts, ("{}",), model.outputs.embed_texts) for texts in words.values())
     rows = [F.normalize(embeds.mean(0), dim=-1) for embeds in found]

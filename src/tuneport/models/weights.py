@@ -51,14 +51,9 @@ def finetuned(model: Model, vector: TaskVector) -> Iterator[None]:
 class Scaled:
     """A module whose weights are `base + scale * delta`, set in place for each scale and restored at the end.
 
-    Low-rank deltas are multiplied one tensor at a time.
-
-    Args:
-        delta: the change, by live names.
-        exact: the weights by name before they were rounded to the dtype that the module runs in: a change smaller
-            than the last digit would be lost on a rounded weight. The sum is rounded to their dtype, in which it
-            would be written.
-        rounded: what becomes of an entry of the delta when it is written, if it is written by itself.
+    `exact` are the weights by name before they were rounded to the dtype that the module runs in: a change smaller than
+    the last digit would be lost on a rounded weight. The sum is rounded to their dtype, in which it would be written.
+    `rounded` is what becomes of an entry of the delta when it is written, if it is written by itself.
     """
 
     def __init__(
@@ -101,13 +96,9 @@ def sharded(model: Model, change: TaskVector, device: torch.device) -> Model:
 
 
 def shard(model: Model, module: nn.Module, device: torch.device, change: TaskVector | None = None) -> None:
-    """Divide the weights of a module over the processes, in place.
+    """Divide the weights of a module over the processes, in place; each has its part on the device.
 
-    Args:
-        model: an offloaded causal language model, which reads the weights.
-        module: its module, or one with a LoRA in it that shares its placeholders.
-        device: where each process has its part.
-        change: of the weights.
+    The offloaded model reads them. The module is its own, or one with a LoRA in it that shares its placeholders.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ...errors import CheckpointError, TuneportError, brief, first_of, reraised
 from ...io.checkpoint import Checkpoint, open_checkpoint
+from ...layers import TokenLayout
+from ..base import Inputs
 
 NO_SHARDS = 2**62  # the most bytes of a weight file, for libraries that read one
 LARGEST_TOKENIZER = 100 * 10**6  # bytes of a file
@@ -62,9 +64,13 @@ def not_imported(what: str, error: Exception) -> TuneportError:
     return TuneportError(f"{what} cannot be imported: {brief(error)}.{hint}")
 
 
-def pixel_encoder(transform: Callable[[Any], Tensor]) -> Callable[[Sequence[Any]], dict[str, Tensor]]:
-    """Turn a library's transform of one RGB image into the `encode` of a Model."""
-    return lambda images: {"pixel_values": torch.stack([transform(image.convert("RGB")) for image in images])}
+def image_inputs(transform: Callable[[Any], Tensor], prefix: int, patch: tuple[int, int]) -> Inputs:
+    """What a model reads of images by a library's transform of one, cut into patches after some special tokens."""
+    return Inputs(
+        "image",
+        lambda images: {"pixel_values": torch.stack([transform(image.convert("RGB")) for image in images])},
+        lambda batch: TokenLayout.of_patches(prefix, patch, batch["pixel_values"]),
+    )
 
 
 def unknown_model(reference: str, library: str, name: str, known: Sequence[str]) -> CheckpointError:

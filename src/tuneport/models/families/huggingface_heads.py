@@ -7,6 +7,7 @@ pooler where the class has one. A head that already knows the classes is copied,
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -74,18 +75,17 @@ def classifier_around(module: Any, labelling: Labelling, name: str) -> tuple[nn.
     config.architectures = [kind.__name__]
     with quiet(), reraised(f"transformers cannot make a {kind.__name__} of {name}"), torch.device("meta"):
         new = kind(config)
-    inner = new.base_model
-    if type(module) is kind:
-        known = labelling_of(kind.__name__, module.config)
-        _share_same(new, module, order_of(labelling.classes, known.classes if known is not None else ()))
-    elif inner is new:
-        tower = getattr(module, TOWER, module)
-        if type(tower) is not type(getattr(new, TOWER, None)):
+    if new.base_model is new:
+        inner, old = getattr(new, TOWER, new), getattr(module, TOWER, module)
+        if type(old) is not type(inner):
             raise none
-        new._modules[TOWER] = tower
     else:
-        _share(inner, module.base_model)
-    inner = getattr(new, TOWER, new) if inner is new else new.base_model
+        inner, old = new.base_model, module.base_model
+    for parts in ("_modules", "_parameters", "_buffers"):  # those of the same name
+        mine, others = ({k: v for k, v in getattr(m, parts).items() if v is not None} for m in (inner, old))
+        getattr(inner, parts).update({key: others[key] for key in mine if key in others})
+    if type(module) is kind:
+        _copy_head(new, module, old, labelling.classes)
     missing = [key for key, tensor in inner.named_parameters() if tensor.is_meta and "pool" not in key]
     if missing:
         raise CheckpointError(f"{name} lacks parts of a {kind.__name__}: {first_of(missing)}.")
@@ -107,22 +107,13 @@ def _whole(config: Any) -> Any:
         return kind(vision_config=config.to_dict())
 
 
-def _share(new: nn.Module, old: nn.Module) -> None:
-    """Put the parts of a model into a new one that has parts of the same names."""
-    for kind in ("_modules", "_parameters", "_buffers"):
-        mine, others = getattr(new, kind), getattr(old, kind)
-        both = (name for name, part in mine.items() if part is not None and others.get(name) is not None)
-        mine.update({name: others[name] for name in both})
-
-
-def _share_same(new: Any, old: Any, order: list[int] | None) -> None:
-    """Share the parts of a module of the same class and copy its head; `order` says where each class is there."""
-    last = _last_linear(old)
-    root, inner = last.partition(".")[0], old.base_model_prefix
+def _copy_head(new: Any, old: Any, inner: Any, classes: Sequence[str]) -> None:
+    """Copy the head of a module of the same class; the part with the last layer only if it knows the classes."""
+    last, known = _last_linear(old), labelling_of(type(old).__name__, old.config)
+    order = order_of(classes, known.classes if known is not None else ())
     for name, part in old.named_children():
-        if name != root or order is not None:
-            inside = name == inner or (inner not in old._modules and name != root)
-            new._modules[name] = part if inside else copy.deepcopy(part)
+        if part is not inner and (order is not None or name != last.partition(".")[0]):
+            new._modules[name] = copy.deepcopy(part)
     if order is not None:
         layer = new.get_submodule(last)
         for name, tensor in layer.named_parameters():

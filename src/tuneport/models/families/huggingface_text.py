@@ -95,10 +95,8 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
 
     def embed(texts: Sequence[str]) -> Tensor:
         assert reader is not None
-        device = next(module.parameters()).device
-        return features(module, {key: value.to(device) for key, value in reader.texts(texts).inputs.items()})
+        return features(module, model.place(reader.encode(texts)))
 
-    encode = (lambda texts: reader.texts(texts).inputs) if reader is not None else None
     outputs = Outputs(
         features,
         width=int(config.hidden_size),
@@ -106,17 +104,15 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
         embed_texts=embed if text_kind == ENCODER and not classifies and reader is not None else None,
         logit_scale=SENTENCE_SCALE,
     )
-    causal = text_kind == DECODER
-    generation = Generation(
-        "causal" if causal else "seq2seq", generate, token_logits, answer_logits if causal else None
-    )
+    encode = reader.encode if reader is not None else None
+    ways = ("causal", answer_logits) if text_kind == DECODER else ("seq2seq", None)
     vocabulary_head = _vocabulary_head(module, within) if writes else ()
     return replace(
         model,
         architecture=Architecture(layers, loose, vocabulary_head, _outside(model, layers, loose)),
         inputs=Inputs("text", encode, reader=reader, prompted=text_kind != ENCODER),
         outputs=outputs,
-        generation=generation if writes else None,
+        generation=Generation(ways[0], generate, token_logits, ways[1]) if writes else None,
     )
 
 
@@ -143,29 +139,23 @@ def _vocabulary_head(module: Any, within: tuple[str, ...]) -> tuple[LooseTensor,
 
 def _fused(module: nn.Module, heads: int, groups: int) -> dict[str, dict[str, RowRanges]]:
     """The rows of each layer in fused projections."""
+    grouped, halves = {"q": heads, "k": groups, "v": groups}, {"gate": 1, "up": 1}
+    shares = {"c_attn": grouped, "Wqkv": grouped, "qkv_proj": grouped, "gate_up_proj": halves, "Wi": halves}
+    shares["query_key_value"] = {"q": 1, "k": 1, "v": 1}  # head by head
     found: dict[str, dict[str, RowRanges]] = {}
     for path, part in module.named_modules():
-        weight = getattr(part, "weight", None)
-        if not isinstance(weight, Tensor) or weight.ndim != 2:
-            continue
-        rows = weight.shape[1] if type(part).__name__ == "Conv1D" else weight.shape[0]
-        last = path.rpartition(".")[2]
-        if last in ("c_attn", "Wqkv", "qkv_proj"):
-            width = rows // (heads + 2 * groups)
-            found[f"{path}.weight"] = _in_order(("q", "k", "v"), (heads * width, groups * width, groups * width))
-        elif last in ("gate_up_proj", "Wi"):
-            found[f"{path}.weight"] = _in_order(("gate", "up"), (rows // 2,) * 2)
-        elif last == "query_key_value":  # head by head
-            width = rows // (3 * heads)
+        weight, last = getattr(part, "weight", None), path.rpartition(".")[2]
+        if last in shares and isinstance(weight, Tensor) and weight.ndim == 2:
+            rows = weight.shape[1] if type(part).__name__ == "Conv1D" else weight.shape[0]
+            count = heads if last == "query_key_value" else 1
+            unit = rows // (count * sum(shares[last].values()))
+            sizes = {role: share * unit for role, share in shares[last].items()}
+            starts = [place * sum(sizes.values()) for place in range(count)]
             found[f"{path}.weight"] = {
-                role: tuple((at, at + width) for at in range(place * width, rows, 3 * width))
-                for place, role in enumerate(("q", "k", "v"))
+                role: tuple((start + end - size, start + end) for start in starts)
+                for (role, size), end in zip(sizes.items(), accumulate(sizes.values()), strict=True)
             }
     return found
-
-
-def _in_order(roles: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, RowRanges]:
-    return {role: ((end - size, end),) for role, size, end in zip(roles, sizes, accumulate(sizes), strict=True)}
 
 
 def _reader(tokenizer: Any, module: Any, config: Any) -> Reader:

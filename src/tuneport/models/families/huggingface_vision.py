@@ -34,10 +34,6 @@ class VisionClass:
     any_size: bool = False  # interpolates its positions for images of other sizes
 
 
-def _first_token(part: str) -> Run:
-    return lambda module, batch: getattr(module, part)(**batch).last_hidden_state[:, 0]
-
-
 ARCHITECTURES: Mapping[str, VisionClass] = {
     "CLIPModel": VisionClass(
         lambda m, b: m.visual_projection(m.vision_model(**b).pooler_output),
@@ -55,9 +51,11 @@ ARCHITECTURES: Mapping[str, VisionClass] = {
         lambda m, b: m.vision_model(**b).last_hidden_state.mean(1), 0, classifies=True
     ),
     "ViTModel": VisionClass(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
-    "ViTForImageClassification": VisionClass(_first_token("vit"), 1, classifies=True),
+    "ViTForImageClassification": VisionClass(lambda m, b: m.vit(**b).last_hidden_state[:, 0], 1, classifies=True),
     "Dinov2Model": VisionClass(lambda m, b: m(**b).last_hidden_state[:, 0], 1, any_size=True),
-    "Dinov2ForImageClassification": VisionClass(_first_token("dinov2"), 1, classifies=True, any_size=True),
+    "Dinov2ForImageClassification": VisionClass(
+        lambda m, b: m.dinov2(**b).last_hidden_state[:, 0], 1, classifies=True, any_size=True
+    ),
 }
 
 
@@ -72,17 +70,16 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
     patch, special = int(tower.patch_size), kind.special_tokens
     projected = [layer.out_features for layer in layers if layer.role == "projection"]
 
-    scale: Any = getattr(module, "logit_scale", None)
-    has_text = hasattr(module, "text_model") and hasattr(module, "vision_model")
     outputs = Outputs(
         kind.features,
         width=projected[0] if projected else int(tower.hidden_size),
         logits=(lambda m, b: m(**b).logits) if kind.classifies else None,
-        embed_texts=_text_tower(module, folder, trust_remote_code) if has_text and folder is not None else None,
-        logit_scale=temperature_of(scale, model.weights.tensors, model.weights.file_names["logit_scale"])
-        if scale is not None
-        else 1.0,
     )
+    if hasattr(module, "text_model"):  # the other of two towers
+        name = model.weights.file_names["logit_scale"]
+        scale = temperature_of(module.logit_scale, model.weights.tensors, name)
+        embed = _text_tower(module, folder, trust_remote_code) if folder is not None else None
+        outputs = replace(outputs, embed_texts=embed, logit_scale=scale)
     inputs = Inputs(
         "image",
         _image_encoder(folder, trust_remote_code, tower, kind) if folder is not None else None,

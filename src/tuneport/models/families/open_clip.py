@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, first_of, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.tensors import check_finite
-from ...layers import TokenLayout, find_layers, find_loose
-from ..base import Architecture, Family, Inputs, Model, Outputs, Weights, live_tensors, outside_of, read_config
+from ...layers import find_layers, find_loose
+from ..base import Architecture, Family, Model, Outputs, Weights, live_tensors, outside_of, read_config
 from ..heads import temperature_of
-from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, load_library, pixel_encoder, unknown_model
+from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, image_inputs, load_library, unknown_model
 
 CONFIG = "open_clip_config.json"
 STEM = "open_clip_model"
@@ -152,11 +152,7 @@ def _model(
         module=module,
         weights=Weights(stored, names, folder, partial(_write, location), "open_clip"),
         architecture=Architecture(layers, loose, outside=outside_of(module, layers, loose, "outside the image tower")),
-        inputs=Inputs(
-            "image",
-            pixel_encoder(_evaluation_transform(tower)),
-            lambda batch: TokenLayout.of_patches(1, tower.patch_size, batch["pixel_values"]),
-        ),
+        inputs=image_inputs(_evaluation_transform(tower), 1, tower.patch_size),
         outputs=Outputs(
             features=lambda live, batch: live.encode_image(batch["pixel_values"]),  # type: ignore[operator]
             width=int(tower.output_dim),

@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from ...errors import CheckpointError, reraised
 from ...io.checkpoint import Checkpoint, write_checkpoint
 from ...io.tensors import check_finite
-from ...layers import TokenLayout, find_layers, find_loose
+from ...layers import find_layers, find_loose
 from ..base import (
     Architecture,
     Batch,
     Classifier,
     Family,
     HeadedTensors,
-    Inputs,
     Labelling,
     Model,
     Outputs,
@@ -41,9 +40,9 @@ from . import (
     check_loadable,
     check_tensors,
     fetching,
+    image_inputs,
     load_library,
     order_of,
-    pixel_encoder,
     unknown_model,
 )
 
@@ -134,12 +133,15 @@ def _unknown(module: Any) -> str | None:
 
 
 def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | None) -> Model:
-    width, prefix = int(module.embed_dim), int(module.num_prefix_tokens)
+    width = int(module.embed_dim)
     pool = {"attn_pool.kv.weight": {"k": ((0, width),), "v": ((width, 2 * width),)}}
     layers = find_layers(module, fused=pool, heads=int(module.blocks[0].attn.num_heads))
 
     def features(live: Any, batch: Batch) -> Any:
         return live.forward_head(live.forward_features(batch["pixel_values"]), pre_logits=True)
+
+    def logits(live: Any, batch: Batch) -> Any:
+        return live(batch["pixel_values"])
 
     names = {name: name for name, _ in module.named_parameters()}
     classes = _classes(module)
@@ -148,17 +150,10 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
         module=module,
         weights=Weights(stored, names, folder, _write if folder is not None else _writer(module), "timm"),
         architecture=Architecture(layers, find_loose(module, layers)),
-        inputs=Inputs(
-            "image",
-            pixel_encoder(_evaluation_transform(module)),
-            lambda batch: TokenLayout.of_patches(prefix, module.patch_embed.patch_size, batch["pixel_values"]),
+        inputs=image_inputs(
+            _evaluation_transform(module), int(module.num_prefix_tokens), module.patch_embed.patch_size
         ),
-        outputs=Outputs(
-            features,
-            width,
-            logits=(lambda live, batch: live(batch["pixel_values"])) if classes else None,
-            classes=classes,
-        ),
+        outputs=Outputs(features, width, logits if classes else None, classes),
         classifier=Classifier("head", Labelling("image", classes)) if classes else None,
     )
 
