@@ -135,8 +135,7 @@ def pair_layers(
     Raises PairingError if a source role of a block has no place in the target: that part of the change would be lost.
 
     Args:
-        source, target: the layers of both models.
-        loose: their tensors outside layers.
+        loose: the tensors of both models outside layers.
         roles: source roles to target roles where names differ; None leaves a role behind.
         depth_rule: the source block for (target block, depth of the source, depth of the target).
         output_maps: fixed output maps of roles whose outputs are in one space, such as class logits.
@@ -170,13 +169,13 @@ def pair_layers(
     loose_at = {(part.stack, part.block, roles.get(part.role, part.role)): part for part in loose.source}
     loose_pairs = [LoosePair(loose_at[place(part)], part) for part in loose.target if place(part) in loose_at]
     kept += [Kept(part.name, KEPT_BY_KIND[part.kind]) for part in loose.target]
-    used = {pair.source.name for pair in pairs}
-    there = {layer.role for layer in target}
-    dropped = [
-        Kept(layer.name, _why_dropped(layer, stacks, roles.get(layer.role, layer.role) in there))
-        for layer in source
-        if layer.name not in used
-    ]
+    used, there, dropped = {pair.source.name for pair in pairs}, {layer.role for layer in target}, []
+    for layer in source:
+        if layer.name not in used:
+            taken = roles.get(layer.role, layer.role) in there and layer.block is not None
+            no_block = taken and layer.stack in stacks.values()
+            no_role = f"the target has no layer with the role {layer.role}"
+            dropped.append(Kept(layer.name, "no target block takes this source block" if no_block else no_role))
     dropped += [
         Kept(pair.source.bias, "the target layer has no bias")
         for pair in pairs
@@ -279,9 +278,3 @@ def _check_maps(pairs: Iterable[LayerPair]) -> None:
                 raise PairingError(
                     f"the fixed {side} map of {pair.target.name} must have shape {shape}, got {tuple(given.shape)}."
                 )
-
-
-def _why_dropped(layer: Layer, stacks: Mapping[str, str], there: bool) -> str:
-    if there and layer.block is not None and layer.stack in stacks.values():
-        return "no target block takes this source block"
-    return f"the target has no layer with the role {layer.role}"

@@ -7,16 +7,16 @@ a damaged file can crash reads it in a process of its own.
 from __future__ import annotations
 
 import json
+import math
 import pickletools
 import re
 import stat
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
-from itertools import permutations
 from pathlib import Path
 from typing import IO, Any
 
@@ -137,29 +137,25 @@ def _check_archive(archive: zipfile.ZipFile, path: Path) -> None:
 
 
 def _check_operations(file: IO[bytes], path: Path) -> None:
-    """Refuse a pickle that has too many operations or objects, or states a length for which there is no memory."""
-    try:
-        _follow(file, path)
-    except MemoryError:
-        raise CheckpointError(f"{path} is refused: its pickle states a length that does not fit in memory.") from None
-
-
-def _follow(file: IO[bytes], path: Path) -> None:
-    """Follow the operations of one pickle on a stack of sizes, in objects; None is a mark."""
+    """Follow the operations of one pickle on a stack of sizes, in objects (None is a mark), and refuse too many."""
     stack: list[int | None] = []
     memo: dict[object, int] = {}
-    for number, (operation, argument, _) in enumerate(pickletools.genops(file)):
-        if operation.name == "GLOBAL" and argument in _BUFFERS:
-            raise CheckpointError(f"{path} is refused: it asks for a buffer ({argument}). Save model.state_dict().")
-        if operation.name.endswith(("PUT", "MEMOIZE")):
-            memo[len(memo) if argument is None else argument] = stack[-1] or 0
-            continue
-        size = memo.get(argument, 0) if operation.name.endswith("GET") else 1
-        size += sum(_taken(operation, stack))
-        if size > MOST_OBJECTS or number >= MOST_OPERATIONS:
-            limits = f"{MOST_OPERATIONS} operations and {MOST_OBJECTS} objects"
-            raise CheckpointError(f"{path} is refused: its pickle may have {limits}. Save tensors only.")
-        stack += [None if operation.name == "MARK" else size for _ in operation.stack_after]
+    try:
+        for number, (operation, argument, _) in enumerate(pickletools.genops(file)):
+            if operation.name == "GLOBAL" and argument in _BUFFERS:
+                given = f"it asks for a buffer ({argument})"
+                raise CheckpointError(f"{path} is refused: {given}. Save model.state_dict().")
+            if operation.name.endswith(("PUT", "MEMOIZE")):
+                memo[len(memo) if argument is None else argument] = stack[-1] or 0
+                continue
+            size = memo.get(argument, 0) if operation.name.endswith("GET") else 1
+            size += sum(_taken(operation, stack))
+            if size > MOST_OBJECTS or number >= MOST_OPERATIONS:
+                limits = f"{MOST_OPERATIONS} operations and {MOST_OBJECTS} objects"
+                raise CheckpointError(f"{path} is refused: its pickle may have {limits}. Save tensors only.")
+            stack += [None if operation.name == "MARK" else size for _ in operation.stack_after]
+    except MemoryError:
+        raise CheckpointError(f"{path} is refused: its pickle states a length that does not fit in memory.") from None
 
 
 def _taken(operation: pickletools.OpcodeInfo, stack: list[int | None]) -> Iterator[int]:
@@ -190,11 +186,8 @@ def pattern_steps(pattern: str) -> float:
 
 
 def _ways(parsed: Any) -> float:
-    """The ways to try a sequence of parts: the product of those of its parts."""
-    product = 1.0
-    for code, argument in parsed:
-        product *= _ways_of(code, argument)
-    return product
+    """The ways to try a sequence of parts."""
+    return math.prod((_ways_of(code, argument) for code, argument in parsed), start=1.0)
 
 
 def _ways_of(code: Any, argument: Any) -> float:
@@ -209,13 +202,12 @@ def _ways_of(code: Any, argument: Any) -> float:
         return float("inf")
     if code is codes.BRANCH:
         each = [_ways(part) for part in argument[1]]
-        return max(each) if _exclude_each_other(argument[1]) else sum(each)
+        first = {part[0] for part in argument[1] if len(part) and part[0][0] is codes.LITERAL}
+        return max(each) if len(first) == len(each) else sum(each)  # of other first letters, one can match at a place
     if code is codes.SUBPATTERN:
         return _ways(argument[-1])
-    if code in (codes.ASSERT, codes.ASSERT_NOT):
-        return _ways(argument[1])
-    if code is getattr(codes, "ATOMIC_GROUP", None):
-        return _ways(argument)
+    if code in (codes.ASSERT, codes.ASSERT_NOT, getattr(codes, "ATOMIC_GROUP", None)):
+        return _ways(argument if code not in (codes.ASSERT, codes.ASSERT_NOT) else argument[1])
     if code is codes.GROUPREF_EXISTS:
         return sum(_ways(part) for part in argument[1:] if part is not None)
     return 1.0
@@ -226,20 +218,3 @@ def _is_digit(part: Any) -> bool:
         (codes.IN, [(codes.CATEGORY, codes.CATEGORY_DIGIT)]),
         (codes.IN, [(codes.RANGE, (ord("0"), ord("9")))]),
     )
-
-
-def _exclude_each_other(parts: Sequence[Any]) -> bool:
-    """True if the literal beginnings of alternatives differ, so that at most one of them can match at a place."""
-    if len(parts) > 1000:
-        return False
-    starts = [_start(part) for part in parts]
-    return not any(one.startswith(other) for one, other in permutations(starts, 2))
-
-
-def _start(part: Any) -> str:
-    found = []
-    for code, argument in part:
-        if code is not codes.LITERAL:
-            break
-        found.append(chr(argument))
-    return "".join(found)

@@ -18,7 +18,6 @@ from ..models.base import Model
 from ..models.weights import Scaled
 from ..pairing import Plan
 from ..report.record import Record
-from ..task_vectors.account import account
 from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights, whole_tensors
 from ..task_vectors.lora_write import (
@@ -31,6 +30,7 @@ from ..task_vectors.lora_write import (
     vllm_rank,
     vllm_refusals,
 )
+from ..task_vectors.vector import account
 from .base import TEXTS, Output, Update, update_bytes, write_texts
 
 TASKS = {  # of peft, by the ends of names of classes

@@ -20,8 +20,7 @@ from ..pairing import Plan
 from ..report.card import model_card
 from ..report.page import report_page
 from ..report.record import Record, to_json, write_record
-from ..task_vectors.account import Part
-from ..task_vectors.vector import TaskVector
+from ..task_vectors.vector import Part, TaskVector
 from ..types import FILE_FORMATS
 
 TEXTS = 2**20  # bytes that card, record and report take at most, except for models of thousands of layers

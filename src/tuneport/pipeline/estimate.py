@@ -27,7 +27,7 @@ from ..runtime.budget import passes_of, plan_passes
 from ..runtime.costs import GPU, Costs, teaching_bytes, teaching_hours
 from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes
-from ..task_vectors.account import account
+from ..task_vectors.vector import account
 from ..training.division import schedule_of
 from ..training.matching import BATCH, TEXT_BATCH
 from ..types import ScaleRule, Sides

@@ -29,9 +29,8 @@ from ..pairing import (
     nearest_block,
     pair_layers,
 )
-from ..task_vectors.account import Part
 from ..task_vectors.low_rank import as_dense, norm_of
-from ..task_vectors.vector import TaskVector
+from ..task_vectors.vector import Part, TaskVector
 from ..types import Sides
 
 TABLES = ("embedding", "vocabulary head")

@@ -28,8 +28,8 @@ from ..runtime.budget import passes_of
 from ..runtime.costs import Costs
 from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
-from ..task_vectors.account import account
 from ..task_vectors.low_rank import norm_of
+from ..task_vectors.vector import account
 from ..types import Events, ScaleRule, Sides, Signal
 from .comparison import summarize
 from .inputs import check_inputs, conditions_of, count_forward_passes, describe_inputs, open_models, read_change
