@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from tuneport.data.dataset import Dataset, LazySequence, check_count, reading
 from tuneport.data.formats import find_reader, from_table, read_plain
-from tuneport.data.images import check_images, images_under, open_array, open_file, read_image_folder
+from tuneport.data.images import check_images, images_under, open_image, read_image_folder
 from tuneport.data.tasks import TASKS, Task, plain_name
 from tuneport.errors import DataError, first_of
 from tuneport.types import Split
@@ -264,17 +264,12 @@ def _of_images(
         split: the split's name.
         files: the files that were read, without the images themselves.
     """
-    load: Callable[[int], Any]
     check_count(len(images), name)
     if isinstance(images, np.ndarray):
         images = check_images(images, "the images", Path(name))
-        load = partial(open_array, images)
-    else:
-        load = partial(open_file, list(images))
-        missing = [path.name for path in images if not path.is_file()]
-        if missing:
-            given = f"{len(missing)} of {len(images)} images of {name}"
-            raise DataError(f"{given} are not in {images[0].parent}: {first_of(missing)}.")
+    elif missing := [path.name for path in images if not path.is_file()]:
+        given = f"{len(missing)} of {len(images)} images of {name}"
+        raise DataError(f"{given} are not in {images[0].parent}: {first_of(missing)}.")
     numbers = np.asarray(labels, dtype=np.int64).reshape(-1)
     if len(numbers) != len(images):
         raise DataError(f"{name} has {len(images)} images but {len(numbers)} labels.")
@@ -285,7 +280,8 @@ def _of_images(
             f"{name} has labels from {numbers.min()} to {numbers.max()}; expected 0 to {len(classes) - 1} for its "
             f"{len(classes)} classes."
         )
-    inputs = LazySequence(np.arange(len(images)), load)
+    cells: Any = images if isinstance(images, np.ndarray) else list(images)
+    inputs = LazySequence(np.arange(len(images)), partial(open_image, cells, Path(name)))
     return Dataset(inputs, numbers, tuple(classes), name, "image", split, files=tuple(files))
 
 

@@ -24,7 +24,7 @@ from ..types import Split
 from .answers import CHAT_COLUMNS, MORE_COLUMNS, PROMPTS_ONLY, prompt_of, read_chats, read_choices
 from .arrow import read_parquet, read_saved
 from .dataset import SPLIT_NAMES, Dataset, LazySequence, Table, choose_split, reading
-from .images import open_array, open_cell, open_file, read_image_folder
+from .images import open_image, read_image_folder
 from .npz import read_npz
 from .rows import Parser, delimited, json_lines, json_list, read_rows, text_lines
 
@@ -187,21 +187,13 @@ def _read_answers(
 
 def _images(column: Sequence[Any], rows: NDArray[np.int64], path: Path) -> LazySequence:
     first = next((cell for cell in column if cell is not None), None)
-    if isinstance(first, np.ndarray):
-        return LazySequence(rows, partial(open_array, column))
-    if isinstance(first, Path):
-        return LazySequence(rows, partial(open_file, column))
-    if isinstance(first, (bytes, Mapping)):
-        return LazySequence(rows, partial(open_cell, column, path))
-    names = _texts({"image": column}, ("image",), rows, path)
-    paths = [path.parent / name for name in names]
-    missing = [name for name, file in zip(names, paths, strict=True) if not file.is_file()]
-    if missing:
-        raise DataError(
-            f"{len(missing)} of {len(paths)} images of {path} do not exist: {first_of(missing)}. "
-            f"Paths are relative to {path.parent}."
-        )
-    return LazySequence(np.arange(len(paths)), partial(open_file, paths))
+    if first is None or isinstance(first, str):
+        names = _texts({"image": column}, ("image",), rows, path)
+        column, rows = [path.parent / name for name in names], np.arange(len(names))
+        if missing := [name for name, file in zip(names, column, strict=True) if not file.is_file()]:
+            absent = f"{len(missing)} of {len(column)} images of {path} do not exist: {first_of(missing)}"
+            raise DataError(f"{absent}. Paths are relative to {path.parent}.")
+    return LazySequence(rows, partial(open_image, column, path))
 
 
 def _texts(

@@ -63,34 +63,30 @@ def _sub_folders(folder: Path) -> list[Path]:
 def files_of(dataset: Dataset) -> list[Path]:
     """The image files of its samples, in order; empty if the samples are stored in the dataset's `files`."""
     inputs = dataset.inputs
-    if isinstance(inputs, LazySequence) and isinstance(inputs.load, partial) and inputs.load.func is open_file:
-        return [inputs.load.args[0][index] for index in inputs.indices]
+    if isinstance(inputs, LazySequence) and isinstance(inputs.load, partial) and inputs.load.func is open_image:
+        cells = inputs.load.args[0]
+        if isinstance(cells, list) and cells and isinstance(cells[0], Path):
+            return [cells[index] for index in inputs.indices]
     return []
 
 
-def open_file(paths: Sequence[Path], index: int) -> Image.Image:
-    """The image in one of the files."""
-    return _decode(paths[index], str(paths[index]))
+def open_image(cells: Sequence[Any], path: Path, index: int) -> Image.Image:
+    """One image of a column of the data at a path.
 
-
-def open_cell(cells: Sequence[Any], path: Path, index: int) -> Image.Image:
-    """An image in a table: its bytes, its path, or the `{bytes, path}` of HF datasets."""
+    It is an array that `check_images` has checked, a file, its bytes, or the `{bytes, path}` of HF datasets.
+    """
     cell: Any = cells[index]
+    if isinstance(cell, np.ndarray):
+        pixels = cell if cell.dtype == np.uint8 else np.rint(cell.astype(np.float64) * 255).astype(np.uint8)
+        return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")
     where = f"in row {index + 1} of {path}"
     content, place = (cell.get("bytes"), cell.get("path")) if isinstance(cell, Mapping) else (cell, cell)
     if isinstance(content, bytes):
         return _decode(io.BytesIO(content), where)
-    if isinstance(place, str):
-        return _decode(path.parent / place, str(path.parent / place))
+    if isinstance(place, (str, Path)):
+        file = place if isinstance(place, Path) else path.parent / place
+        return _decode(file, str(file))
     raise DataError(f"cannot read image {where}: expected its bytes or its path, got {type(cell).__name__}.")
-
-
-def open_array(images: Sequence[NDArray[Any]] | NDArray[Any], index: int) -> Image.Image:
-    """One image of an array that `check_images` has checked."""
-    pixels = images[index]
-    if pixels.dtype != np.uint8:
-        pixels = np.rint(pixels.astype(np.float64) * 255).astype(np.uint8)
-    return Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).convert("RGB")
 
 
 def check_images(images: NDArray[Any], key: str, path: Path) -> NDArray[Any]:
