@@ -8,7 +8,7 @@ from typing import Any
 
 from tuneport.cli import COMMANDS
 from tuneport.cli.command import declared_by
-from tuneport.config import Declared, flags_of
+from tuneport.config.options import Declared, flags_of
 
 
 def reference(*classes: type[Declared]) -> str:

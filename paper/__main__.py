@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tuneport.cli.terminal import Stages, show, tell
+from tuneport.cli.terminal import Bar, show, tell
 from tuneport.errors import TuneportError
 from tuneport.io.output import check_new_folder
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.toy and given.root:
         parser.error("--toy makes its own models and data: leave out --root")
     out = Path(given.out or Path("results") / Path(given.name).stem)
-    with tempfile.TemporaryDirectory() as made, Stages() as events:
+    with tempfile.TemporaryDirectory() as made, Bar("preparing") as events:
         try:
             check_new_folder(out, given.overwrite or given.resume, marks=())
             toy = shorten(read_recipe(given.name, small=True, root=write_toys(Path(made)))) if given.toy else None

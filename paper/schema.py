@@ -19,7 +19,7 @@ from pydantic import (
     with_config,
 )
 
-from tuneport.config import parse_scale
+from tuneport.config.options import parse_scale
 from tuneport.data.samplers import SAMPLERS
 from tuneport.errors import TuneportError, unknown_name
 from tuneport.methods import get_method

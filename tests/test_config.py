@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from builders.options import INPUTS, application, other_options, read_words
 from tuneport.config import (
     ApplyConfig,
-    Config,
     DistillConfig,
     EvaluateConfig,
     ExtractConfig,
@@ -23,9 +22,8 @@ from tuneport.config import (
     TransferConfig,
     TransferInputs,
     UpgradeConfig,
-    option,
-    repeat_command,
 )
+from tuneport.config.options import Config, option, repeat_command
 from tuneport.errors import OptionError, TuneportError
 
 CONFIGS: tuple[type[Config], ...] = (

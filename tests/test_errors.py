@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tuneport.config import parse_bytes
+from tuneport.config.options import parse_bytes
 from tuneport.errors import LONGEST, TuneportError
 from tuneport.models.open import pick_dtype
 

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import TypeAdapter
 from typing_extensions import NotRequired, TypedDict  # pydantic reads no other before Python 3.12
 
-from tuneport.config import Config, DistillConfig, TransferConfig
+from tuneport.config import DistillConfig, TransferConfig
+from tuneport.config.options import Config
 
 
 class Keywords:
@@ -379,7 +380,7 @@ def options_schema(config: type[Config]) -> dict[str, Any]:
         name, kind = item.name.rstrip("_"), types[item.name]
         union = get_origin(kind) in (Union, UnionType)
         found = TypeAdapter(str if union and str in get_args(kind) else kind).json_schema()  # or a Python object
-        bounds = {"minimum": about.least, "maximum": about.most, "enum": list(about.choices) or None}
+        bounds = {"minimum": about.least, "maximum": about.most}
         found |= {key: value for key, value in bounds.items() if value is not None}
         properties[name] = {"anyOf": [found, {"type": "null"}]} if item.default is None else found
     plain = {"if": {"properties": {"python": {"maxItems": 0}}}, "then": {"required": list(properties)}}

@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .config import Config, Declared, UpgradeConfig
+from .config import UpgradeConfig
+from .config.options import Config, Declared
 from .data.dataset import count_drawn
 from .data.formats import suffixes
 from .data.tasks import read_data, split_reference

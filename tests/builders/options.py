@@ -10,7 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from tuneport.cli.command import command
-from tuneport.config import Config, TransferInputs
+from tuneport.config import TransferInputs
+from tuneport.config.options import Config
 
 INPUTS = TransferInputs(source="a", finetuned=("b b", "c"), target="t", data="d", out="o")
 OTHER: dict[str, Any] = {  # another value for each option that has no obvious one

@@ -20,7 +20,7 @@ from torch.multiprocessing import start_processes
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["tuneport.cli.transfer", "tuneport.pipeline.run", "transformers.models.clip.modeling_clip", "peft"]
+    ["tuneport.cli", "tuneport.pipeline.run", "transformers.models.clip.modeling_clip", "peft"]
 )
 
 

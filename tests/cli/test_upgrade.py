@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from builders.commands import Run
 from builders.folders import Zoo, load
 from tuneport import upgrade
-from tuneport.cli.upgrade import print_routes
+from tuneport.cli.commands import print_routes
 from tuneport.config import UpgradeConfig
 from tuneport.errors import DataError, OptionError, TuneportError
 from tuneport.report.summary import repeat_command

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import tuneport.io.checkpoint as module
 from builders.weights import assert_same, error_of
-from tuneport.config import parse_bytes
+from tuneport.config.options import parse_bytes
 from tuneport.errors import TuneportError
 from tuneport.io.checkpoint import SafetensorsFile, open_checkpoint, read_json, write_checkpoint
 from tuneport.io.fingerprint import file_digests

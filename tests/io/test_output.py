@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from tuneport.cli.interrupts import Stopped, stopped_by_signals
+from tuneport.cli import stopped_by_signals
 from tuneport.errors import CheckpointError
 from tuneport.io.checkpoint import write_checkpoint
 from tuneport.io.output import RECORD, check_new_file, check_new_folder, claimed, new_file, new_folder
@@ -555,7 +555,7 @@ class TestClaims:
 
         with monkeypatch.context() as patch:
             patch.setattr(place, moment, interrupted)
-            with pytest.raises(Stopped):
+            with pytest.raises(KeyboardInterrupt):
                 claim()
         assert sent
         assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tuneport.config import parse_bytes
+from tuneport.config.options import parse_bytes
 from tuneport.errors import TuneportError
 from tuneport.io.sizes import format_bytes, free_memory
 

@@ -13,7 +13,7 @@ from builders.runs import prepare
 from builders.texts import SENTENCES, gpt_tokenizer, make, write, write_rows
 from builders.toy import ToyViT, batches, finetuned, loss
 from builders.twins import moved
-from tuneport.config import parse_scale
+from tuneport.config.options import parse_scale
 from tuneport.errors import TuneportError
 from tuneport.pipeline.transfer import choose_rule, transfer
 

@@ -10,29 +10,59 @@ from __future__ import annotations
 import inspect
 import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..config import Config, Declared, UpgradeInputs
+from ..config import UpgradeInputs
+from ..config.options import Config, Declared
 from ..errors import OptionError, TuneportError, brief, lacks_memory
 from .command import Run, command, declared_by
-from .interrupts import stopped_by_signals
-from .models import apply, distill, evaluate, extract, merge
-from .plan import plan
+from .commands import apply, demo, distill, evaluate, extract, merge, methods, plan, transfer, upgrade
 from .terminal import fail, say, tell
-from .tour import demo, methods
-from .transfer import transfer
-from .upgrade import upgrade
 
 LESS_MEMORY = (
     'Pass a `memory_budget`, a smaller `batch_size` or `max_tokens`, or `dtype="bfloat16"`, if the command has them.'
 )
 
 USAGE = 2  # the exit code of a wrong command line
+CLEANUP = 5.0  # seconds in which further signals are ignored: schedulers send several, and removing files takes time
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Context in which Ctrl-C, a closed terminal (SIGHUP) and `kill` (SIGTERM) raise a KeyboardInterrupt.
+
+    It has the number of the signal, and temporary files and locks are removed in one way. Signals that are ignored
+    (`nohup`) stay so.
+    """
+    last = -CLEANUP
+
+    def stop(number: int, _: FrameType | None) -> None:
+        nonlocal last
+        if time.monotonic() - last >= CLEANUP:
+            last = time.monotonic()
+            raise KeyboardInterrupt(number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():  # Windows has no SIGHUP
+        wanted = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        before = {number: old for number in wanted if (old := signal.getsignal(number)) not in (signal.SIG_IGN, None)}
+    try:
+        for number in before:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 class Commands(TyperGroup):
@@ -44,7 +74,7 @@ class Commands(TyperGroup):
                 return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             tell("interrupted; no partial output remains")
-            sys.exit(128 + getattr(stop, "signal", signal.SIGINT))
+            sys.exit(128 + (stop.args[0] if stop.args else signal.SIGINT))
 
     def get_params(self, ctx: Any) -> list[Any]:
         """All parameters; those that install the completion of a shell are not listed."""
@@ -105,8 +135,6 @@ def check(inputs: Declared | None, config: Config) -> None:
     """Refuse a wrong command line."""
     from ..checks import check_command
 
-    if inputs is not None:
-        inputs.check()
     if isinstance(inputs, UpgradeInputs):
         if inputs.list_ is not None:
             return  # each line is checked as one upgrade

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from ..config import INPUTS, MACHINE, OUTPUT, SAMPLES, TASK, USUAL, WRITTEN, Config, Declared, Option, flags_of
+from ..config.options import INPUTS, MACHINE, OUTPUT, SAMPLES, TASK, USUAL, WRITTEN, Config, Declared, Option, flags_of
 
 GROUPS = (INPUTS, USUAL, WRITTEN, SAMPLES, TASK, MACHINE, OUTPUT)  # in the order of the help
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "PATH", bool: " "}  # what stands for a value in the help
@@ -50,7 +50,7 @@ def command(run: Run, inputs: type[Declared] | None, config: type[Config], check
     parameters.insert(usual, JSON)
 
     def called(**given: Any) -> None:
-        made, read = config.of(**_given(config, given)), None if inputs is None else inputs(**_given(inputs, given))
+        made, read = config.of(**_given(config, given)), None if inputs is None else inputs.of(**_given(inputs, given))
         check(read, made)
         run(*(() if read is None else (read,)), made, json=given["json"])
 

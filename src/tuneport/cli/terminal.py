@@ -12,11 +12,10 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 from typing_extensions import Self
@@ -41,14 +40,6 @@ def show(rows: Iterable[Sequence[str]], *columns: str, title: str | None = None,
         table.add_column(_plain(column), overflow="fold" if fold else "ellipsis")
     for row in rows:
         table.add_row(*map(_plain, row))
-    out_console.print(table)
-
-
-def show_list(rows: Iterable[tuple[str, str]], style: str) -> None:
-    """Labels in a style, each with its text, on stdout."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for label, text in rows:
-        table.add_row(_plain(label, style), _plain(text))
     out_console.print(table)
 
 
@@ -119,47 +110,6 @@ def _plain(text: str, style: str = "") -> Text:
     return Text("".join(marks), style)
 
 
-EVERY = 30.0  # seconds between two lines of progress where stderr is no terminal
-
-
-class _Bars:
-    """Bars on a terminal; elsewhere a line on stderr now and then."""
-
-    def __init__(self, transient: bool) -> None:
-        words = TextColumn("{task.description:24}", markup=False)
-        columns = (words, BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}"))
-        self._bar = Progress(*columns, console=err_console, transient=transient, disable=not err_console.is_terminal)
-        self._told = self._begun = time.monotonic()
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def add(self, words: str, total: float | None) -> TaskID:
-        return self._bar.add_task(words, total=total, left="")
-
-    def begin(self) -> None:
-        """The time that is left is estimated from now on."""
-        self._begun = time.monotonic()
-
-    def update(self, task: TaskID, **changes: Any) -> None:
-        """As that of rich; `completed` counts steps, `description` replaces the words, `more` is added to the total."""
-        if (more := changes.pop("more", 0.0)) and (total := self._bar.tasks[task].total):
-            changes["total"] = total + more
-        self._bar.update(task, **changes)
-        found, now = self._bar.tasks[task], time.monotonic()
-        share = min(found.completed / found.total, 1.0) if found.total else 0.0
-        left = time_left(now - self._begun, share)
-        self._bar.update(task, left=left)
-        if self._bar.disable and now - self._told >= EVERY:
-            done = f": {100 * share:.0f} %" if found.total else ""
-            tell(f"{found.description}{done}{left and f', {left}'}")
-            self._told = now
-
-
 def time_left(spent: float, share: float) -> str:
     """The time that the rest of a run takes if it goes on as before; nothing is known before a hundredth is done.
 
@@ -174,17 +124,31 @@ def time_left(spent: float, share: float) -> str:
     return f"{seconds / 60:.0f} min left" if seconds < 5400 else f"{seconds / 3600:.1f} h left"
 
 
-class Bar(_Bars, Events):
-    """A bar on stderr that follows a run and shows the share of the whole; a context.
+EVERY = 30.0  # seconds between two lines of progress where stderr is no terminal
 
-    A step that has units of the plan is worth them whether it takes fewer samples than it said or more.
+
+class Bar(Events):
+    """A context that shows the share of a run that is done: a bar on a terminal, elsewhere a line now and then.
+
+    A step that has units of the plan is worth them whether it takes fewer samples than it said or more. A step with
+    samples and no units is measured on its own.
     """
 
     def __init__(self, words: str) -> None:
-        super().__init__(transient=True)
-        self._task = self.add(words, None)
+        text = TextColumn("{task.description:24}", markup=False)
+        columns = (text, BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[left]}"))
+        self._bar = Progress(*columns, console=err_console, transient=True, disable=not err_console.is_terminal)
+        self._task = self._bar.add_task(words, total=None, left="")
+        self._told = self._begun = time.monotonic()
         self._before = 0.0  # units of the plan before this step
         self._units, self._count, self._done = 0.0, 0, 0  # of this step: its units, samples, and samples done
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
 
     def note(self, text: str) -> None:
         note(text)
@@ -192,18 +156,20 @@ class Bar(_Bars, Events):
     def step(self, name: str, units: float = 0.0, count: int = 0) -> None:
         self._before += self._units
         self._units, self._count, self._done = units, count, 0
+        if count and not units:
+            self.plan(count)
         self._show(description=name)
 
     def plan(self, total: float) -> None:
         if self._units:
             self._count, self._done = int(total), 0
             return
-        self._before = 0.0
-        self.begin()
+        self._before, self._begun = 0.0, time.monotonic()
         self._show(total=total or None)
 
     def extend(self, units: float) -> None:
-        self.update(self._task, more=units)
+        if total := self._bar.tasks[0].total:
+            self._show(total=total + units)
 
     def advance(self, count: int) -> None:
         if self._units:
@@ -212,31 +178,18 @@ class Bar(_Bars, Events):
             self._before += count
         self._show()
 
-    def _show(self, **changes: Any) -> None:
-        share = min(self._done / self._count, 1.0) if self._count else 0.0
-        self.update(self._task, completed=self._before + self._units * share, **changes)
-
     def mark(self, mark: Any) -> None:
         agreement = f"agreement {100 * mark.agreement:.0f} %"
         self._show(description=f"distilling, loss {mark.held_out_loss:.3g}, {agreement}")
 
-
-def listening(words: str, first: bool) -> AbstractContextManager[Events]:
-    """A bar for the first of several processes; the others say nothing."""
-    return Bar(words) if first else nullcontext(Events())
-
-
-class Stages(_Bars, Events):
-    """A bar on stderr for each step of a run, which stays there; a context."""
-
-    def __init__(self) -> None:
-        super().__init__(transient=False)
-        self._done = 0
-
-    def step(self, name: str, units: float = 0.0, count: int = 0) -> None:
-        del units
-        self._task, self._done = self.add(name, count), 0
-
-    def advance(self, count: int) -> None:
-        self._done += count
-        self.update(self._task, completed=self._done)
+    def _show(self, **changes: Any) -> None:
+        done = min(self._done / self._count, 1.0) if self._count else 0.0
+        self._bar.update(self._task, completed=self._before + self._units * done, **changes)
+        found, now = self._bar.tasks[0], time.monotonic()
+        share = min(found.completed / found.total, 1.0) if found.total else 0.0
+        left = time_left(now - self._begun, share)
+        self._bar.update(self._task, left=left)
+        if self._bar.disable and now - self._told >= EVERY:
+            percent = f": {100 * share:.0f} %" if found.total else ""
+            tell(f"{found.description}{percent}{left and f', {left}'}")
+            self._told = now

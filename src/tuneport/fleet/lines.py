@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, get_origin
 
 from ..checks import check_command
-from ..config import Declared, Option, TransferInputs, UpgradeConfig, UpgradeInputs
+from ..config import TransferInputs, UpgradeConfig, UpgradeInputs
+from ..config.options import Declared, Option
 from ..errors import DataError, OptionError, TuneportError, printable, shortened, unknown_name
 from ..io.places import nearest_path
 from ..io.untrusted import check_regular, parse_json

@@ -58,8 +58,7 @@ def upgrade_all(
     given = {name: options.pop(name) for name in named & set(options)}
     if isinstance(tuned := given.get("finetuned", ()), (str, Path)):
         given["finetuned"] = (str(tuned),)
-    inputs = UpgradeInputs(list_=str(list), out=str(out), workers=workers, ray=ray, **given)
-    inputs.check()
+    inputs = UpgradeInputs.of(list_=str(list), out=str(out), workers=workers, ray=ray, **given)
     return upgrade_lines(read_lines(inputs, UpgradeConfig.of(**options)), inputs, events)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..config import parse_bytes
+from ..config.options import parse_bytes
 from ..errors import CheckpointError, brief, first_of, reraised, shortened
 from .output import RECORD, PathLike, sync
 from .tensors import LazyTensors, Tensors, TensorSpec, describe

@@ -21,7 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..config import Config, MeasureConfig
+from ..config import MeasureConfig
+from ..config.options import Config
 from ..data.dataset import DEFAULT_SAMPLES, align_labels
 from ..errors import CheckpointError
 from ..measure.accuracy import LEAST, LEVEL, direction, tail

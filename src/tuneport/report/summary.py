@@ -8,7 +8,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median_high
 from typing import Any
 
-from .. import config as options
+from ..config import (
+    DistillConfig,
+    DistillInputs,
+    EvaluateConfig,
+    EvaluateInputs,
+    TransferConfig,
+    TransferInputs,
+    UpgradeConfig,
+)
+from ..config.options import Config, Declared
+from ..config.options import repeat_command as command_of
 from ..errors import TuneportError
 from ..io.sizes import format_bytes
 from .record import Record
@@ -290,17 +300,17 @@ def repeat_command(record: Record, **changes: Any) -> str | None:
     try:
         if record.get("command") == "distill":
             base = None if places["source"] == tuned[0] else places["source"]
-            inputs: options.Declared = options.DistillInputs(
+            inputs: Declared = DistillInputs(
                 finetuned=tuned[0], target=places["target"], data=place or "", out=out, source=base
             )
-            config: options.Config = options.DistillConfig.from_json({**record.get("options", {}), **changes})
+            config: Config = DistillConfig.from_json({**record.get("options", {}), **changes})
         else:
-            inputs = options.TransferInputs(
+            inputs = TransferInputs(
                 source=places["source"], finetuned=tuned, target=places["target"], data=place, out=out
             )
-            kind = options.UpgradeConfig if record.get("command") == "upgrade" else options.TransferConfig
+            kind = UpgradeConfig if record.get("command") == "upgrade" else TransferConfig
             config = kind.from_json({**record.get("options", {}), **changes})
-        return options.repeat_command(record.get("command", "transfer"), inputs, config)
+        return command_of(record.get("command", "transfer"), inputs, config)
     except TuneportError:
         return None
 
@@ -308,9 +318,7 @@ def repeat_command(record: Record, **changes: Any) -> str | None:
 def evaluate_command(record: Record, out: str, data: str) -> str:
     """The command that scores an output on data, with the options of the run that an evaluation has too."""
     known = {key: value for key, value in record.get("options", {}).items() if key in ("head", "columns", "max_length")}
-    return options.repeat_command(
-        "evaluate", options.EvaluateInputs(model=(out,), data=data), options.EvaluateConfig.from_json(known)
-    )
+    return command_of("evaluate", EvaluateInputs(model=(out,), data=data), EvaluateConfig.from_json(known))
 
 
 def data_reference(record: Record) -> str | None:
