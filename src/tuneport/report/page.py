@@ -9,34 +9,66 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import statistics
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from .answer import answer_of
+from ..errors import printable
 from .plots import Figure, Number, curves, is_finite, tracks
 from .record import Record
 from .summary import (
-    LAYER_COLUMNS,
+    SCORE_FORMS,
+    data_reference,
+    evaluate_command,
     kept_rows,
-    layer_rows,
+    layer_table,
     left_shares,
     number_text,
     repeat_command,
     route_table,
+    sample_words,
+    short_names,
     summary_rows,
 )
 
+STYLES = {  # of an outcome: its colour, and a sign for eyes that see no colour
+    "gain": ("good", "▲"),
+    "harm": ("bad", "▼"),
+    "no clear change": ("unsure", "≈"),
+    "nothing moved": ("unsure", "○"),
+    "not measured": ("unknown", "?"),
+}
+UNMEASURED = "accuracy was not measured: this page cannot say whether the transfer helps"
+WRITTEN = ("port", "distilled")  # roles of models that did not exist before
+MEASURE = "evaluate the output on a labelled test split"
 Layers = Sequence[Mapping[str, Any]]
-FLOOR = 1e-6  # the smallest singular value that a curve shows, relative to the largest
 SIDES = (("in", "input side"), ("out", "output side"))
 DONE = ("samples", "head", "adapter", "server")  # rows of the summary that no other part of the page shows
 CLASSES = 16  # shown before the rest is folded away
+
+
+def _shown(value: Any) -> Any:
+    """Replace control characters, which could hide or turn around a part of a text."""
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return printable(value)
+
+
+_ENVIRONMENT = Environment(
+    loader=PackageLoader(__package__, ""),
+    autoescape=True,
+    finalize=_shown,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.filters["number"] = number_text
 
 
 def report_page(record: Record) -> str:
@@ -53,9 +85,7 @@ def report_page(record: Record) -> str:
         scale_curve=_scale_curve(record),
         shares=[(kind, 100 * part) for kind, part in (("moved", record.get("moved_share", 0.0)), *left_shares(record))],
         layer_maps=_layer_maps(record["layers"]),
-        spectra=_spectra(record["layers"]),
-        layer_columns=list(LAYER_COLUMNS.values()),
-        layer_rows=layer_rows(record),
+        layer_table=layer_table,
         kept_rows=kept_rows,
         route_table=route_table,
         command=repeat_command(record),
@@ -67,6 +97,82 @@ def render(template: str, **values: Any) -> str:
     """A page from its template and the style that all pages share."""
     style = resources.files(__package__).joinpath("page.css").read_text("utf-8")
     return _ENVIRONMENT.get_template(template).render(style=style, **values)
+
+
+def answer_of(record: Record) -> dict[str, Any]:
+    """What the first screen shows of a record; without a test split, that there is none and how to get one."""
+    outcome = record.get("outcome", "not measured")
+    style, sign = STYLES["gain" if record.get("chosen") else outcome]  # a route is chosen if it is clearly better
+    scores, advice = _scores(record), record.get("recommendation") or MEASURE
+    return {
+        "sentence": _sentence(record.get("headline") or UNMEASURED),
+        "style": style,
+        "sign": sign,
+        "scores": scores,
+        "about_scores": _about(record) if scores is not None else "",
+        "advice": _sentence(advice),
+        "command": _measuring(record) if outcome == "not measured" else _distilling(record, outcome, advice),
+    }
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:].replace("->", "→").rstrip(".") + "." if text else ""
+
+
+def _scores(record: Record) -> Figure | None:
+    """The models on one axis: those that exist, the target before and what was written."""
+    rows: Sequence[Mapping[str, Any]] = record.get("accuracies") or ()
+    if not rows:
+        return None
+    form, unit = SCORE_FORMS[record.get("evaluation", {}).get("metric", "accuracy")]
+    written, name = rows[-1]["role"], Path(record.get("out", "")).name
+    names = {key: record.get(key, {}).get("name", "") for key in ("finetuned", "source", "target")} | {written: name}
+    return tracks([_score(row, form, unit, names.get(row["role"], "")) for row in rows], unit=unit)
+
+
+def _score(row: Mapping[str, Any], form: str, unit: str, name: str) -> dict[str, Any]:
+    value, known = row["value"], is_finite(row["low"]) and is_finite(row["high"])
+    return {
+        "label": row["words"],
+        "note": name,
+        "text": f"{value:{form}}{unit}",
+        "more": f"{row['low']:{form}} to {row['high']:{form}}" if known else "",
+        "bar": (row["low"], row["high"]) if known else (value, value),
+        "style": "written" if row["role"] in WRITTEN else "",
+        "marks": ((value, "after" if row["role"] in WRITTEN else "before"),),
+    }
+
+
+def _about(record: Record) -> str:
+    """What was scored, how sure the scores are, and which direction is good."""
+    found, turned = record.get("evaluation", {}), record.get("turned") or {}
+    parts = [f"{sample_words(found)}, {found['protocol']}" if found else ""]
+    if any(is_finite(row["low"]) for row in record["accuracies"]):
+        parts.append("Bars: 95 % intervals")
+    if found.get("metric") == "bits per character":
+        parts.append("Lower is better")
+    if turned:
+        parts.append(f"{turned['right_count']} samples turned right and {turned['wrong_count']} turned wrong")
+    return ". ".join(filter(None, parts)) + "."
+
+
+def _measuring(record: Record) -> str | None:
+    """The command that scores the output; None if it would need other data, or more than a record knows."""
+    out, data, place = record.get("out"), record.get("data", {}), data_reference(record)
+    unlabelled = "labels" in data and data["labels"]["agreement"] is None
+    whole = data.get("split") == "all"  # calibration has used some of the samples
+    if not out or not place or unlabelled or whole or record.get("as", "model") != "model":
+        return None
+    return evaluate_command(record, out, place)
+
+
+def _distilling(record: Record, outcome: str, advice: str) -> str | None:
+    """The command with the distillation that the advice names; after harm it starts from a safe scale."""
+    named = re.search(r"--distill (\d+)", advice)
+    if named is None or "distilled" in record:
+        return None
+    safer = {"scale": "safe"} if outcome == "harm" else {}
+    return repeat_command(record, out=f"{record.get('out')}-distilled", distill=int(named[1]), **safer)
 
 
 def _class_tracks(classes: Sequence[Mapping[str, Any]]) -> list[Figure]:
@@ -95,9 +201,7 @@ def _scale_curve(record: Record) -> Figure | None:
     losses = {"mean loss": [item["loss"] for item in found]}
     marked = scales.index(record["scale"]) if record["scale"] in scales else None
     labels = [f"scale {scale:g}{', chosen' if number == marked else ''}" for number, scale in enumerate(scales)]
-    return curves(
-        "Mean loss by scale, lower is better", losses, labels, x_label="scale", at=scales or None, marked=marked
-    )
+    return curves("Mean loss by scale, lower is better", losses, labels, scales, x_label="scale", marked=marked)
 
 
 def _distilled_curves(found: Mapping[str, Any] | None) -> list[Figure]:
@@ -108,28 +212,10 @@ def _distilled_curves(found: Mapping[str, Any] | None) -> list[Figure]:
     agreement = {"held out": [mark["agreement"] for mark in marks]}
     shown = (("Distance from the teacher's answers", losses, None), ("Agreement with the teacher", agreement, 1.0))
     drawn = [
-        curves(title, lines, [f"step {step}" for step in steps], x_label="steps", at=steps or None, ends=(0.0, high))
+        curves(title, lines, [f"step {step}" for step in steps], steps, x_label="steps", ends=(0.0, high))
         for title, lines, high in shown
     ]
-    return [figure for figure in drawn if figure is not None]
-
-
-def _shown(value: Any) -> Any:
-    """Replace control characters, which could hide or turn around a part of a text."""
-    if not isinstance(value, str) or isinstance(value, Markup):
-        return value
-    return "".join(mark if mark.isprintable() else "\N{REPLACEMENT CHARACTER}" for mark in value)
-
-
-_ENVIRONMENT = Environment(
-    loader=PackageLoader(__package__, ""),
-    autoescape=True,
-    finalize=_shown,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
-_ENVIRONMENT.filters["number"] = number_text
+    return list(filter(None, drawn))
 
 
 def _layer_maps(layers: Layers) -> list[Figure]:
@@ -159,7 +245,7 @@ def _by_block(title: str, layers: Layers, values: Sequence[Number], best: float)
     inside = [item for item in layers if item.get("block") is not None]
     roles = list(dict.fromkeys(str(item["role"]) for item in inside))
     columns = roles or ["value"]
-    stacks = _short_names(str(item.get("stack")) for item in inside)
+    stacks = short_names(str(item.get("stack")) for item in inside)
     rows: dict[str, Any] = defaultdict(lambda: [None] * len(columns))
     for item, value in zip(layers, values, strict=True):
         if item.get("block") is not None:
@@ -168,29 +254,3 @@ def _by_block(title: str, layers: Layers, values: Sequence[Number], best: float)
         elif value is not None:
             rows[str(item.get("role", item["target"]))] = value
     return {"title": title, "columns": columns, "rows": rows, "best": best}
-
-
-def _short_names(names: Iterable[str]) -> dict[str, str]:
-    """Dotted names without the parts that all of them begin or end with."""
-    parts = {name: name.split(".") for name in names}
-    for at in (0, -1):
-        while all(len(words) > 1 for words in parts.values()) and len({words[at] for words in parts.values()}) == 1:
-            for words in parts.values():
-                words.pop(at)
-    return {name: ".".join(words) for name, words in parts.items()}
-
-
-def _spectra(layers: Layers) -> Figure | None:
-    """How fast the singular values of the cross-covariances fall: the middle layer and the two extremes."""
-    lines: dict[str, list[Number]] = {}
-    points = 0
-    for side, words in SIDES:
-        spectra = [item[f"spectrum_{side}"] for item in layers if item.get(f"spectrum_{side}")]
-        places = list(zip(*spectra, strict=True))
-        points = len(places) or points
-        for name, choose in (("median layer", statistics.median), ("steepest", min), ("flattest", max)):
-            lines[f"{words}, {name}"] = [max(choose(place), FLOOR) for place in places]
-    labels = [f"{100 * index / max(points - 1, 1):.0f} %" for index in range(points)]
-    title, x_label = "Spectrum of the cross-covariance, largest value 1", "of the directions, strongest first"
-    lines = {name: values for name, values in lines.items() if values}
-    return curves(title, lines, labels, x_label=x_label, logarithmic=True)

@@ -19,33 +19,28 @@ def curves(
     title: str,
     lines: Mapping[str, Sequence[Number]],
     labels: Sequence[str],
+    at: Sequence[float],
     *,
     x_label: str,
-    at: Sequence[float] | None = None,
     marked: int | None = None,
     ends: tuple[float | None, float | None] = (None, None),
-    logarithmic: bool = False,
 ) -> Figure | None:
-    """Lines over labels; None if there is no number to draw. Lines without a number are left out.
+    """Lines by their names; None if there is no number to draw. Lines without a number are left out.
 
     Args:
-        lines: The values of each line by its name; None and NaN are gaps.
-        at: The place of each label on an axis with ticks; evenly spaced and without ticks if None.
-        marked: The number of a label to mark.
-        ends: The ends of the scale; the smallest and the largest value where they are None.
+        lines: the values of each line; None and NaN are gaps.
+        labels: what is said of each place.
+        at: the places on the axis.
+        marked: the number of a place to mark.
+        ends: the ends of the scale; the smallest and the largest value where they are None.
     """
     shown = {name: values for name, values in lines.items() if any(map(is_finite, values))}
-    if not shown or not labels:
+    if not shown:
         return None
-    scale = (lambda value: math.log10(max(value, 1e-16))) if logarithmic else float
-    numbers = [scale(value) for values in shown.values() for value in values if is_finite(value)]
-    bottom = min(numbers) if ends[0] is None else scale(ends[0])
-    top = max(numbers) if ends[1] is None else scale(ends[1])
-    marks = round_ticks(bottom, top)
-    if logarithmic:  # whole powers only
-        marks = sorted({float(math.floor(mark)) for mark in marks[:-1]} | {float(math.ceil(marks[-1]))})
-    axis = round_ticks(min(at), max(at)) if at is not None else [0.0, max(len(labels) - 1, 1)]
-    places = [_share(place, axis) for place in (range(len(labels)) if at is None else at)]
+    numbers = [value for values in shown.values() for value in values if is_finite(value)]
+    marks = round_ticks(min(numbers) if ends[0] is None else ends[0], max(numbers) if ends[1] is None else ends[1])
+    axis = round_ticks(min(at), max(at))
+    places = [_share(place, axis) for place in at]
 
     def height(value: float) -> float:
         return round(100 - _share(value, marks), 2)
@@ -53,7 +48,7 @@ def curves(
     def runs(values: Sequence[Number]) -> list[str]:
         """The points of each stretch without a gap; a single point is doubled, since a polyline needs two."""
         stretches = [
-            [f"{place:.2f},{height(scale(value)):.2f}" for place, value in stretch if is_finite(value)]
+            [f"{place:.2f},{height(value):.2f}" for place, value in stretch if is_finite(value)]
             for _, stretch in groupby(zip(places, values, strict=True), lambda item: is_finite(item[1]))
         ]
         return [" ".join(points if len(points) > 1 else points * 2) for points in stretches if points]
@@ -62,13 +57,12 @@ def curves(
         name: [float(f"{value:.4g}") if is_finite(value) else None for value in values]
         for name, values in shown.items()
     }
-    ticks = [(f"1e{mark:.0f}" if logarithmic else f"{mark:g}", f"{height(mark):.2f}") for mark in marks]
+    ticks = [(f"{mark:g}", f"{height(mark):.2f}") for mark in marks]
     data = {"labels": list(labels), "places": places, "lines": rounded}
     return {
         "title": title,
-        "labels": labels,
         "x_label": x_label,
-        "x_ticks": [] if at is None else _ticks(axis),
+        "x_ticks": _ticks(axis),
         "marked": None if marked is None else {"x": places[marked], "label": labels[marked]},
         "ticks": ticks,
         "widest_tick": max((text for text, _ in ticks), key=len),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from statistics import median_high
 from typing import Any
 
@@ -174,11 +175,15 @@ def table_of(
     Columns without a value are left out.
     """
     cells = {
-        head: ["" if row[key] is None else format(row[key], form) for row in rows]
+        head: ["" if _is_missing(row.get(key)) else format(row[key], form) for row in rows]
         for head, (key, form) in columns.items()
     }
     shown = {head: column for head, column in cells.items() if any(column) or not rows}
     return [*shown], [list(row) for row in zip(*shown.values(), strict=True)]
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 ROUTE_COLUMNS = {
@@ -205,25 +210,21 @@ def route_table(record: Record) -> tuple[list[str], list[list[str]]]:
 
 
 LAYER_COLUMNS = {
-    "target": "target layer",
-    "source": "source layer",
-    "rank_in": "rank in",
-    "rank_out": "rank out",
-    "residual_in": "residual in",
-    "residual_out": "residual out",
-    "norm_source": "|tau| source",
-    "norm_target": "|tau| target",
-    "rank": "rank",
+    "target layer": ("target", ""),
+    "source layer": ("source", ""),
+    "rank in": ("rank_in", "d"),
+    "rank out": ("rank_out", "d"),
+    "residual in": ("residual_in", ".4g"),
+    "residual out": ("residual_out", ".4g"),
+    "|tau| source": ("norm_source", ".4g"),
+    "|tau| target": ("norm_target", ".4g"),
+    "rank": ("rank", "d"),
 }
 
 
-def layer_rows(record: Record) -> list[list[str]]:
-    """The text of every layer in the order of `LAYER_COLUMNS`."""
-    numbers = list(LAYER_COLUMNS)[2:]
-    return [
-        [layer["target"], layer["source"], *(number_text(layer.get(key)) for key in numbers)]
-        for layer in record["layers"]
-    ]
+def layer_table(layers: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The heads and the rows of the table of layers."""
+    return table_of(layers, LAYER_COLUMNS)
 
 
 def kept_rows(record: Record, key: str = "not_transported") -> list[tuple[str, int]]:
@@ -233,35 +234,33 @@ def kept_rows(record: Record, key: str = "not_transported") -> list[tuple[str, i
 
 def plan_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """One row for all layers of a stack with the same shapes, from the same blocks: roles, blocks and shapes."""
-    roles: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    inside = [layer for layer in layers if layer["block"] is not None]
+    stacks = short_names(str(layer["stack"]) for layer in inside)
+    roles: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for layer in layers:
-        inside = layer["block"] is not None
-        key = layer["stack"], layer["role"], inside, *layer["target_shape"], *layer["source_shape"]
+        outside = layer["target"].removesuffix(".weight") if layer["block"] is None else ""  # a layer of its own
+        shapes = ["{} x {}".format(*layer[key]) for key in ("target_shape", "source_shape")]
+        key = (outside or stacks[str(layer["stack"])], "" if outside else str(layer["role"]), *shapes)
         roles.setdefault(key, []).append(layer)
     rows: dict[tuple[str, ...], list[str]] = {}
-    for found in roles.values():
-        shapes = ["{} x {}".format(*found[0][key]) for key in ("target_shape", "source_shape")]
+    for (name, role, *shapes), found in roles.items():
         blocks = [_ranges(layer[key] for layer in found) for key in ("block", "source_block")]
-        outside = found[0]["target"].removesuffix(".weight") if found[0]["block"] is None else ""  # a layer of its own
-        key = (outside or str(found[0]["stack"]), blocks[0], shapes[0], blocks[1], shapes[1])
-        rows.setdefault(key, []).append("" if outside else str(found[0]["role"]))
-    short = _short_names({key[0] for key in rows})
-    return [[short[key[0]], ", ".join(filter(None, names)), *key[1:]] for key, names in rows.items()]
+        rows.setdefault((name, blocks[0], shapes[0], blocks[1], shapes[1]), []).append(role)
+    return [[key[0], ", ".join(filter(None, names)), *key[1:]] for key, names in rows.items()]
 
 
-def _short_names(names: Collection[str]) -> dict[str, str]:
-    """The last parts of each dotted name, as many as tell it from the others.
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Dotted names without the parts that all of them begin or end with.
 
-    >>> sorted(_short_names({"vision.layers", "text.layers", "vision.embeddings.patch"}).values())
-    ['patch', 'text.layers', 'vision.layers']
+    >>> short_names(["vision.encoder.layers", "text.encoder.layers"])
+    {'vision.encoder.layers': 'vision', 'text.encoder.layers': 'text'}
     """
-    found = {}
-    for name in names:
-        parts = name.split(".")
-        ends = (".".join(parts[-count:]) for count in range(1, len(parts)))
-        alone = (end for end in ends if sum(f".{other}".endswith(f".{end}") for other in names) == 1)
-        found[name] = next(alone, name)
-    return found
+    parts = {name: name.split(".") for name in names}
+    for at in (0, -1):
+        while all(len(words) > 1 for words in parts.values()) and len({words[at] for words in parts.values()}) == 1:
+            for words in parts.values():
+                words.pop(at)
+    return {name: ".".join(words) for name, words in parts.items()}
 
 
 PLAN_COLUMNS = ("target layers", "roles", "blocks", "shape", "from", "shape")
@@ -274,12 +273,7 @@ def _ranges(numbers: Iterable[int | None]) -> str:
     '0-2, 5'
     """
     known = sorted({number for number in numbers if number is not None})
-    runs: list[list[int]] = []
-    for number in known:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(known), lambda item: item[1] - item[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
