@@ -88,8 +88,7 @@ def image_cases(root: Path) -> dict[str, Case]:
     from safetensors.torch import load_file
 
     from tuneport.data.formats import read_plain
-    from tuneport.demo.finetune import finetune
-    from tuneport.demo.run import MODELS, mirrored_digits, save_finetuned
+    from tuneport.demo.run import MODELS, finetune, mirrored_digits, save_finetuned
     from tuneport.io.checkpoint import write_checkpoint
     from tuneport.io.companions import copy_companions
     from tuneport.models.open import open_model

@@ -47,8 +47,7 @@ def make_fleet(folder: Path, count: int) -> dict[str, str]:
     """Write the data and the fine-tunes; return the options that all upgrades share."""
     from tuneport import open_model
     from tuneport.data.formats import read_plain
-    from tuneport.demo.finetune import finetune
-    from tuneport.demo.run import MODELS, STEPS, mirrored_digits, save_finetuned
+    from tuneport.demo.run import MODELS, STEPS, finetune, mirrored_digits, save_finetuned
     from tuneport.training.loop import Schedule
 
     data, small = folder / "mirrored-digits.npz", open_model(MODELS / "small")

@@ -129,32 +129,29 @@ def summed(values: Tensor) -> Tensor:
     return values
 
 
+def _alone(work: Callable[[], A]) -> tuple[A | None, TuneportError | None]:
+    """What `work` makes in this process, which works alone, or its error."""
+    try:
+        with _as(Ranks()):
+            return work(), None
+    except TuneportError as error:
+        return None, error
+
+
 def agreed(work: Callable[[], A]) -> A:
     """What `work` makes in this process, which works alone; if it fails in one process, all raise that error."""
     if _here.size == 1:
         return work()
-    found: Any = None
-    failed: TuneportError | None = None
-    try:
-        with _as(Ranks()):
-            found = work()
-    except TuneportError as error:
-        failed = error
+    found, failed = _alone(work)
     _raise_first(from_all(failed))
-    return found  # type: ignore[no-any-return]
+    return found  # type: ignore[return-value]
 
 
 def by_first(work: Callable[[], A]) -> A:
     """What `work` makes in the first process, for all of them: its error too."""
     if _here.size == 1:
         return work()
-    shared: list[Any] = [None, None]
-    if _here.first:
-        try:
-            with _as(Ranks()):
-                shared[0] = work()
-        except TuneportError as error:
-            shared[1] = error
+    shared: list[Any] = [*_alone(work)] if _here.first else [None, None]
     with lost_reported():
         dist.broadcast_object_list(shared, 0)
     _raise_first(shared[1:])

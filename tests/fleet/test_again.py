@@ -17,10 +17,9 @@ from builders.folders import Zoo
 from tuneport import upgrade_all
 from tuneport.errors import CheckpointError
 from tuneport.fleet import run as running
-from tuneport.fleet import workers as working
 from tuneport.fleet.lines import Line, ListError
+from tuneport.fleet.run import Desk
 from tuneport.fleet.summary import Row, earlier_rows, fleet_of
-from tuneport.fleet.workers import Desk
 
 
 class Here:
@@ -67,13 +66,13 @@ def test_models_are_opened_once(
     zoo: Zoo, here: Here, tmp_path: Path, listed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Any] = []
-    really = working.open_models
+    really = running.open_models
 
     def count(source: Any, target: Any, config: Any) -> Any:
         opened.extend(item for item in (source, target) if isinstance(item, str))
         return really(source, target, config)
 
-    monkeypatch.setattr(working, "open_models", count)
+    monkeypatch.setattr(running, "open_models", count)
     base = common(zoo, listed)["source"]
     small = str(zoo["vit-target"])
     tuned = [str(listed.parent / "a0"), str(listed.parent / "a1")]

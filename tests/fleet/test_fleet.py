@@ -18,9 +18,9 @@ from builders.processes import FORKS
 from tuneport import upgrade_all
 from tuneport.config import TransferInputs, UpgradeConfig
 from tuneport.errors import TuneportError
-from tuneport.fleet import workers as working
+from tuneport.fleet import run as working
+from tuneport.fleet.run import LOOPBACK, start_ray
 from tuneport.fleet.summary import Fleet
-from tuneport.fleet.workers import LOOPBACK, start_ray
 from tuneport.pipeline.upgrade import upgrade_to_folder
 
 BROKEN, KILLED = "a5", "a3"

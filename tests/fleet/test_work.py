@@ -11,11 +11,10 @@ import pytest
 
 from tuneport.config import TransferInputs, UpgradeConfig
 from tuneport.errors import CheckpointError, DataError
-from tuneport.fleet import workers as working
+from tuneport.fleet import run as working
 from tuneport.fleet.lines import Line
-from tuneport.fleet.run import _work
+from tuneport.fleet.run import Desk, _work
 from tuneport.fleet.summary import Row
-from tuneport.fleet.workers import Desk
 
 RECORD = {"routes": [{"name": "old", "score": 90.0}], "chosen": None, "decision": "keep the old model"}
 

@@ -64,7 +64,7 @@ def command(run: Run, inputs: type[Declared] | None, config: type[Config], check
 def _parameter(cls: type[Declared], item: Field[Any], about: Option) -> inspect.Parameter:
     kind, many = _kind(cls.value_types()[item.name], about)
     default = inspect.Parameter.empty if item.default is MISSING else None if many else item.default
-    if about.text is not None:
+    if about.parse is not None:
         default = None
     shared: dict[str, Any] = {"help": about.help, "hidden": not about.listed}
     shared["metavar"] = about.metavar or METAVARS.get(kind)
@@ -82,8 +82,8 @@ def _parameter(cls: type[Declared], item: Field[Any], about: Option) -> inspect.
 
 def _kind(kind: Any, about: Option) -> tuple[Any, bool]:
     """The type of one value on the command line, and whether it may be given several times."""
-    if about.text is not None:
-        return str, about.text.repeated
+    if about.parse is not None:
+        return str, about.repeated
     if kind in PLAIN:
         return kind, False
     return str, get_origin(kind) in (tuple, Sequence)

@@ -9,27 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from ..errors import OptionError, unknown_name
 from ..types import OutputFormat, ScaleRule
 from .options import (
-    BYTES,
-    COLUMNS,
     INPUTS,
     MACHINE,
     OUTPUT,
-    ROLES,
     SAMPLES,
-    SCALE,
-    SECONDS,
     TASK,
-    WEIGHTS,
-    WORDS,
     WRITTEN,
     Config,
     Declared,
     option,
+    parse_bytes,
+    parse_columns,
+    parse_roles,
+    parse_scale,
+    parse_seconds,
+    parse_weights,
+    parse_words,
 )
 
 Function = Callable[..., Any]
@@ -41,7 +41,7 @@ OUT = partial(option, help="Where the result goes.", group=INPUTS)
 OLD, NEW, TUNED = "The old base model.", "The new base model.", "Fine-tuned source, or adapter."
 COUNT = partial(option, None, "Number of samples (default: 100).", metavar="N", least=1)
 SAMPLER = partial(option, "random", "random or class_balanced.", SAMPLES, metavar="NAME")
-LIST = partial(option, text=WORDS, metavar="LIST")
+LIST = partial(option, parse=parse_words, metavar="LIST")
 CLASSES = partial(LIST, None, "Names of the classes, in the head's order: red,green.", TASK)
 EXCLUDE = partial(option, (), "Name pattern of tensors to leave alone; repeatable.", metavar="GLOB")
 BATCH = partial(option, 32, "Samples per pass through the models.", MACHINE, least=1)
@@ -50,12 +50,15 @@ HOW = partial(option, control=True, recorded=False)  # the result is the same wi
 OVERWRITE = partial(HOW, False, "Replace an existing output.")
 
 
+ROLES: Any = {"repeated": True, "metavar": "A=B", "listed": False}
+
+
 class ModelConfig(Config):
     """Options of commands that run models on samples."""
 
     seed: int = option(0, "Seed of the draw.", SAMPLES, least=0, most=2**63 - 1)
     columns: Mapping[str, str] | None = option(
-        None, "Other column names: text=sentence,label=y.", SAMPLES, text=COLUMNS, metavar="LIST"
+        None, "Other column names: text=sentence,label=y.", SAMPLES, parse=parse_columns, metavar="LIST"
     )
     max_length: int | None = option(None, "Maximum tokens per text (default: 512).", SAMPLES, least=2)
     head: str | None = option(None, "Zero-shot head: a name in heads/, or a file.", TASK, metavar="NAME")
@@ -106,8 +109,6 @@ class AdapterConfig(Config):
 
 
 class TransferInputs(Declared):
-    """What a transfer reads and writes."""
-
     source: str = option(help=OLD, group=INPUTS)
     finetuned: tuple[str, ...] = option(help=TUNED, group=INPUTS)
     target: str = option(help=NEW, group=INPUTS)
@@ -116,8 +117,6 @@ class TransferInputs(Declared):
 
 
 class PlanInputs(Declared):
-    """What a plan reads."""
-
     source: str = option(help=OLD, group=INPUTS)
     target: str = option(help=NEW, group=INPUTS)
     finetuned: tuple[str, ...] = option((), TUNED, INPUTS)
@@ -129,7 +128,7 @@ class MeasureConfig(RunConfig):
 
     method: str | Any = option("bico", "See 'tuneport methods'.", metavar="NAME")
     samples: int | None = COUNT()
-    scale: float | ScaleRule | None = option(None, "Strength: a number, auto or safe.", text=SCALE, metavar="X")
+    scale: float | ScaleRule | None = option(None, "Strength: a number, auto or safe.", parse=parse_scale, metavar="X")
     shots: int | None = option(None, "Per class, instead of --samples.", SAMPLES, least=1)
     sampler: str = SAMPLER()
     labels: Literal["data", "source"] | None = option(None, "Whose labels: data or source.", SAMPLES, metavar="NAME")
@@ -141,11 +140,11 @@ class MeasureConfig(RunConfig):
     )
     exclude: Sequence[str] = EXCLUDE(group=TASK)
     roles: Mapping[str, str | None] | None = option(
-        None, "SOURCE=TARGET of roles whose names differ; repeatable.", TASK, text=ROLES, metavar="A=B", listed=False
+        None, "SOURCE=TARGET of roles whose names differ; repeatable.", TASK, parse=parse_roles, **ROLES
     )
     batch_size: int = BATCH()
     memory_budget: int | None = option(
-        None, "Memory of the device to use, such as 8GiB.", MACHINE, text=BYTES, least=1, metavar="SIZE"
+        None, "Memory of the device to use, such as 8GiB.", MACHINE, parse=parse_bytes, least=1, metavar="SIZE"
     )
     accept_unlikely: bool = UNLIKELY()
     match: Any = option(None, "Pairs the tokens of own batches.", TASK, python=True)
@@ -164,10 +163,6 @@ class MeasureConfig(RunConfig):
 
 
 class TransferConfig(ResumeConfig, AdapterConfig, MeasureConfig):
-    """Options of a transfer. Command line, run record and docs are made from these fields."""
-
-    command: ClassVar[str] = "transfer"
-
     evaluate: bool | None = option(
         None, "Score the test split (default: 500).", SAMPLES, flags=("--evaluate/--no-evaluate",), control=True
     )
@@ -187,10 +182,6 @@ class TransferConfig(ResumeConfig, AdapterConfig, MeasureConfig):
 
 
 class PlanConfig(MeasureConfig):
-    """Options of a plan: those that decide what a transfer moves, and what to show."""
-
-    command: ClassVar[str] = "plan"
-
     layers: bool = option(False, "Show every layer.", control=True)
     shapes_only: bool = option(False, "Read config.json only; needs --memory-budget.", control=True)
     length: int = option(256, "With --shapes-only: tokens per text.", least=1, listed=False)
@@ -265,14 +256,10 @@ class LessonsConfig(ResumeConfig, RunConfig):
 
 
 class UpgradeConfig(LessonsConfig):
-    """Options of an upgrade."""
-
-    command: ClassVar[str] = "upgrade"
-
     samples: int | None = option(None, "Own samples at most (default: 2,000).", metavar="N", least=1)
     routes: tuple[str, ...] = LIST(ROUTES, "Of copy, port, distill, synthetic; separated by commas.")
     time: int | None = option(
-        None, "Start no further route after this time, such as 10m.", text=SECONDS, metavar="TIME"
+        None, "Start no further route after this time, such as 10m.", parse=parse_seconds, metavar="TIME"
     )
     as_: OutputFormat | None = option(None, "model, adapter or task-vector.", metavar="FORMAT")
     rank: int | None = option(None, "Rank of a LoRA (default: 16).", least=1)
@@ -299,8 +286,6 @@ class UpgradeConfig(LessonsConfig):
 
 
 class DistillInputs(Declared):
-    """What a distillation reads and writes."""
-
     finetuned: str = option(help="The teacher: a model, or an adapter with --source.", group=INPUTS)
     target: str = option(help="The student: any model that reads the same samples.", group=INPUTS)
     data: str | None = option(None, "Samples; labels are not used.", INPUTS)
@@ -309,10 +294,6 @@ class DistillInputs(Declared):
 
 
 class DistillConfig(LessonsConfig):
-    """Options of a distillation."""
-
-    command: ClassVar[str] = "distill"
-
     samples: int | None = COUNT()
     steps: int | None = option(None, "Updates of the student (default: by the samples).", least=1)
     lora: int | None = option(None, "Train a LoRA of this rank; write an adapter.", least=1, metavar="RANK")
@@ -337,8 +318,6 @@ class DistillConfig(LessonsConfig):
 
 
 class EvaluateInputs(Declared):
-    """What an evaluation reads."""
-
     model: tuple[str, ...] = option(help="A model, or an adapter or task vector of one; or several.", argument=True)
     data: str | None = option(None, "Labelled data; the test split is scored.", INPUTS)
     ask: str | None = option(None, "A prompt that old, target and new answer.", INPUTS, metavar="TEXT")
@@ -346,10 +325,6 @@ class EvaluateInputs(Declared):
 
 
 class EvaluateConfig(ModelConfig):
-    """Options of an evaluation."""
-
-    command: ClassVar[str] = "evaluate"
-
     protocol: Literal["zero-shot", "linear-probe", "perplexity", "likelihood"] | None = option(
         None, "How to score (default: by model and data).", metavar="NAME"
     )
@@ -366,35 +341,23 @@ class EvaluateConfig(ModelConfig):
 
 
 class ExtractInputs(Declared):
-    """What an extraction reads and writes."""
-
     base: str = option(help="The base model: folder or weight file.", argument=True)
     finetuned: str = option(help="The fine-tuned model or adapter.", argument=True)
     out: str = option(help="The task-vector file to write (.safetensors).", group=INPUTS, flags=("--out", "-o"))
 
 
 class ExtractConfig(Config):
-    """Options of an extraction."""
-
-    command: ClassVar[str] = "extract"
-
     exclude: Sequence[str] = EXCLUDE()
     overwrite: bool = OVERWRITE()
 
 
 class ApplyInputs(Declared):
-    """What `apply` reads and writes."""
-
     vector: str = option(help="A task-vector file.", argument=True, metavar="TAU")
     base: str = option(help="The model it belongs to.", argument=True)
     out: str = option(help="The folder to write.", group=INPUTS, flags=("--out", "-o"))
 
 
 class ApplyConfig(Config):
-    """Options of `apply`."""
-
-    command: ClassVar[str] = "apply"
-
     scale: float = option(1.0, "Strength of the change.")
     overwrite: bool = OVERWRITE()
 
@@ -405,20 +368,14 @@ class ApplyConfig(Config):
 
 
 class MergeInputs(Declared):
-    """What a merge reads and writes."""
-
     finetuned: tuple[str, ...] = option(help="Task vectors, adapters or fine-tuned models of one base.", argument=True)
     out: str = option(help="The file or folder to write.", group=INPUTS, flags=("--out", "-o"))
     base: str | None = option(None, "Their base (default: the one that they name).", INPUTS)
 
 
 class MergeConfig(AdapterConfig):
-    """Options of a merge."""
-
-    command: ClassVar[str] = "merge"
-
     weights: Sequence[float] | None = option(
-        None, "A factor for each, separated by commas (default: 1).", text=WEIGHTS, metavar="NUMBERS"
+        None, "A factor for each, separated by commas (default: 1).", parse=parse_weights, metavar="NUMBERS"
     )
     rule: Literal["sum", "ties", "dare", "dare-ties"] = option("sum", "How changes are combined.", metavar="RULE")
     density: float = option(0.2, "Share of entries that ties and dare keep.")
@@ -437,15 +394,9 @@ class MergeConfig(AdapterConfig):
 
 
 class DemoInputs(Declared):
-    """What the demo writes."""
-
     out: str = option("tuneport-demo", "The folder to write.", INPUTS)
 
 
 class DemoConfig(Config):
-    """Options of the demo."""
-
-    command: ClassVar[str] = "demo"
-
     seed: int = option(0, "Seed of the draw.", least=0, most=2**63 - 1)
     overwrite: bool = OVERWRITE()

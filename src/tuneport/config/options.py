@@ -29,15 +29,6 @@ NO_COMMAND = "`{}` is a Python object, which no command line can name."
 
 
 @dataclass(frozen=True)
-class Text:
-    """How a value is written on the command line: `parse` reads it, `words` writes it, one word per value."""
-
-    parse: Callable[[Any], Any]
-    words: Callable[[Any], list[str]]
-    repeated: bool = False
-
-
-@dataclass(frozen=True)
 class Option:
     """What is known of an option besides its name, type and default."""
 
@@ -47,7 +38,8 @@ class Option:
     most: float | None = None  # the upper bound
     flags: tuple[str, ...] = ()  # names on the command line, if they are not made from the name of the field
     metavar: str | None = None  # what stands for the value in the help
-    text: Text | None = None  # how the value is written, unless its type says it
+    parse: Callable[[Any], Any] | None = None  # reads the text of a value whose type does not say how
+    repeated: bool = False  # the text is a list of words, each given by itself
     argument: bool = False  # given by its place, without a flag
     listed: bool = True  # shown by --help; the reference page has all options
     python: bool = False  # holds Python objects, which no command line can name
@@ -75,7 +67,7 @@ def parse_bytes(size: int | str, what: str = "`memory_budget`") -> int:
     return count
 
 
-def _columns(given: str) -> dict[str, str]:
+def parse_columns(given: str) -> dict[str, str]:
     """The columns of a table by tuneport's names: text=sentence,label=y."""
     pairs = [part.partition("=") for part in str(given).split(",")]
     if not all(name and own for name, _, own in pairs):
@@ -83,7 +75,7 @@ def _columns(given: str) -> dict[str, str]:
     return {name.strip(): own.strip() for name, _, own in pairs}
 
 
-def _roles(given: Sequence[str]) -> dict[str, str | None]:
+def parse_roles(given: Sequence[str]) -> dict[str, str | None]:
     """SOURCE=TARGET pairs of roles; `none` leaves a role out."""
     pairs = [text.partition("=") for text in given]
     if wrong := [role for role, mark, _ in pairs if not mark]:
@@ -104,14 +96,14 @@ def parse_scale(scale: float | str) -> float | ScaleRule:
     return number
 
 
-def _weights(given: float | str) -> tuple[float, ...]:
+def parse_weights(given: float | str) -> tuple[float, ...]:
     try:
         return tuple(float(word) for word in str(given).split(","))
     except ValueError:
         raise OptionError(f"`weights` must be numbers separated by commas, got {given!r}.") from None
 
 
-def _seconds(given: str | int) -> int:
+def parse_seconds(given: str | int) -> int:
     """A time in seconds (90, 90s), minutes (10m) or hours (2h)."""
     found = re.fullmatch(r"(\d+)([smh]?)", str(given).strip())
     if found is None or not int(found[1]):
@@ -119,13 +111,9 @@ def _seconds(given: str | int) -> int:
     return int(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
 
 
-BYTES = Text(parse_bytes, lambda size: [str(size)])
-COLUMNS = Text(_columns, lambda named: [",".join(f"{name}={own}" for name, own in named.items())])
-ROLES = Text(_roles, lambda roles: [f"{role}={other or 'none'}" for role, other in roles.items()], repeated=True)
-SCALE = Text(parse_scale, lambda scale: [scale if isinstance(scale, str) else f"{scale!r}"])
-SECONDS = Text(_seconds, lambda seconds: [str(seconds)])
-WORDS = Text(lambda given: tuple(filter(None, map(str.strip, given.split(",")))), lambda words: [",".join(words)])
-WEIGHTS = Text(_weights, lambda numbers: [",".join(map(repr, numbers))])
+def parse_words(given: str) -> tuple[str, ...]:
+    """Words separated by commas."""
+    return tuple(filter(None, map(str.strip, given.split(","))))
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -228,11 +216,10 @@ class Declared:
                 raise TuneportError(unknown_name("option", name, known))
         read, wrong = dict(given), []
         for name, value in given.items():
-            form = known[name].text
+            parse, is_list = known[name].parse, known[name].repeated and isinstance(value, (list, tuple))
             try:
-                kinds = (str, int, float, list, tuple) if form is not None and form.repeated else (str, int, float)
-                if form is not None and isinstance(value, kinds):
-                    read[name] = form.parse(value)
+                if parse is not None and (is_list or isinstance(value, (str, int, float))):
+                    read[name] = parse(value)
             except OptionError as error:
                 wrong.append(str(error))
         made = cls(**read)
@@ -248,7 +235,11 @@ class Declared:
 class Config(Declared):
     """How a command works. Every command has one, and every public function takes its fields as keywords."""
 
-    command: ClassVar[str] = ""
+    command: ClassVar[str] = ""  # by the name of the class
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.command = cls.__name__.removesuffix("Config").lower()
 
 
 def flags_of(item: Field[Any], about: Option) -> tuple[str, ...]:
@@ -271,10 +262,11 @@ def _words(item: Field[Any], about: Option, value: Any) -> list[str]:
     if isinstance(value, bool):
         on, _, off = flag.partition("/")
         return [on if value else off] if value or off else []
-    if about.text is not None:
-        texts = about.text.words(value)
-    else:
-        texts = list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
+    if isinstance(value, Mapping):
+        value = [f"{name}={other or 'none'}" for name, other in value.items()]
+    texts = list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
+    if about.parse is not None and not about.repeated:
+        texts = [",".join(texts)]
     return texts if about.argument else [word for text in texts for word in (flag, text)]
 
 

@@ -6,6 +6,7 @@ compares with what else could be done. It downloads nothing and takes about a mi
 
 from __future__ import annotations
 
+import copy
 import json
 import shlex
 import shutil
@@ -17,49 +18,49 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import TransferConfig
+from ..data.dataset import Dataset, align_labels
 from ..data.formats import read_plain
-from ..errors import TuneportError
 from ..io.companions import copy_companions
 from ..io.output import check_new_folder, new_folder
-from ..measure.accuracy import zero_shot
+from ..measure.accuracy import encode_batches, zero_shot
 from ..measure.unseen import unseen
-from ..models.base import Model
+from ..models.base import Model, outside_of
 from ..models.heads import choose_head
 from ..models.open import open_model
 from ..outputs import output_of
 from ..pipeline.comparison import Role, compare, summarize
 from ..pipeline.transfer import prepare, run
 from ..report.record import write_record
-from ..training.loop import Schedule
-from ..types import Events
-from .finetune import finetune
+from ..training.loop import Pace, Schedule, run_steps
+from ..types import Events, Progress, ignore
 
 MODELS = Path(__file__).parent / "models"
 SAMPLES = 100
 STEPS = 100
 PORTED = ("naive", "theseus", "bico")
 TABLE = "demo.json"
-WRITTEN = {  # where the inputs of the run will lie
+DATA = "mirrored-digits.npz"
+WRITTEN = {
     "source": "small",
     "finetuned": "small-mirrored",
     "target": "large",
-    "data": "mirrored-digits.npz",
-}
+    "data": DATA,
+}  # where the inputs will lie
 
 
 def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, events: Events | None = None) -> dict[str, Any]:
     """Fine-tune, port, evaluate; write the data, the bases, the fine-tuned source and the port under `out`."""
     check_new_folder(out, overwrite, marks=[TABLE])
-    events = events or Events()
+    events, ported_at = events or Events(), out / "large-mirrored"
     small, large = (open_model(MODELS / name) for name in ("small", "large"))
     with new_folder(out, overwrite=overwrite, marks=[TABLE]) as folder:
         for name in ("small", "large"):
             shutil.copytree(MODELS / name, folder / name)
-        data = folder / "mirrored-digits.npz"
+        data = folder / DATA
         np.savez_compressed(data, allow_pickle=False, **mirrored_digits())
         train, test = read_plain(data, "train"), read_plain(data, "test")
         head = choose_head(large, "digits", test)
@@ -67,8 +68,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, events: Event
         def accuracy(module: nn.Module) -> float:
             return zero_shot(large.with_module(module), head, test).accuracy
 
-        found = {"target, zero-shot": accuracy(large.module)}
-        schedule = Schedule(STEPS, batch_size=64, learning_rate=1e-3)
+        found, schedule = {"target, zero-shot": accuracy(large.module)}, Schedule(STEPS, 64, learning_rate=1e-3)
         events.step("fine-tuning the source", count=STEPS)
         tuned = finetune(small, train, schedule, events.advance)
         save_finetuned(small, tuned, folder / "small-mirrored")
@@ -83,37 +83,23 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, events: Event
         made: dict[Role, Any] = {"port": (large, output_of(config).written(best.update))}
         on = unseen(large, setup.calibration, test)
         scored = compare(setup.models, setup.change, setup.calibration, made, on, config, name="small-mirrored")
-        more = {
-            "out": str(out / "large-mirrored"),
-            "as": "model",
-            **scored.record(),
-            **asdict(summarize(scored, scale=best.scale)),
-        }
-        replace(best, record={**best.record, **more}).save(folder / "large-mirrored")
-        # smaller batches: the target is larger, and its fine-tuning takes most of the demo's time
-        schedule = replace(schedule, batch_size=32)
+        more = {"out": str(ported_at), "as": "model", **scored.record(), **asdict(summarize(scored, scale=best.scale))}
+        replace(best, record={**best.record, **more}).save(folder / ported_at.name)
+        schedule = replace(schedule, batch_size=32)  # this fine-tuning takes most of the demo's time
         events.step("fine-tuning the target", count=STEPS)
         reference = finetune(large, train, schedule, events.advance)
         found[f"target, fine-tuned on all {len(train)} images"] = accuracy(reference)
         table = [{"model": name, "accuracy": value} for name, value in found.items()]
         write_record(folder / TABLE, {"seed": seed, "samples": SAMPLES, "table": table})
-    ported_at = out / "large-mirrored"
-    return {
-        "out": str(ported_at),
-        "report": str(ported_at / "report.html"),
-        "table": table,
-        "next": shlex.join(
-            ["tuneport", "evaluate", str(ported_at), "--data", str(out / data.name), "--head", "digits"]
-        ),
-    }
+    again = ["tuneport", "evaluate", str(ported_at), "--data", str(out / DATA), "--head", "digits"]
+    report = str(ported_at / "report.html")
+    return {"out": str(ported_at), "report": report, "table": table, "next": shlex.join(again)}
 
 
 def mirrored_digits() -> dict[str, NDArray[Any]]:
     """scikit-learn's digits, enlarged to 16 x 16 and mirrored; the split is that of the pre-training."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
-        raise TuneportError("the demo needs scikit-learn: pip install scikit-learn") from None
+    from sklearn.datasets import load_digits
+
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None] * (255 / 16)
     images = F.interpolate(images, size=16, mode="bilinear", align_corners=False).round().byte()
@@ -130,12 +116,31 @@ def mirrored_digits() -> dict[str, NDArray[Any]]:
     }
 
 
+def finetune(model: Model, data: Dataset, schedule: Schedule, progress: Progress = ignore) -> nn.Module:
+    """Train a copy of the tower on labelled images, with the head frozen."""
+    head, module = choose_head(model, "digits", data), copy.deepcopy(model.module).train()
+    outside = outside_of(module, model.architecture.layers, model.architecture.loose, "")
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in outside)
+    parts = list(encode_batches(model, align_labels(data, head.classes), 256))
+    inputs = {key: torch.cat([batch[key] for batch, _ in parts]) for key in parts[0][0]}
+    labels = torch.cat([found for _, found in parts])
+
+    def loss(_step: int, rows: Tensor) -> Tensor:
+        batch = {key: values[rows] for key, values in inputs.items()}
+        return F.cross_entropy(head.scores(model, module, batch), labels[rows])
+
+    optimizer, stops = schedule.optimizer(module), {schedule.steps}
+    for _ in run_steps("the demo", module, optimizer, schedule, len(data), loss, Pace(stops=stops)):
+        progress(1)
+    return module.eval()
+
+
 def save_finetuned(model: Model, module: nn.Module, folder: Path) -> None:
     """Write a folder like the base's, with other weights."""
     folder.mkdir()
-    tensors = {
-        model.weights.file_names[name]: tensor.detach().contiguous() for name, tensor in module.named_parameters()
-    }
+    names = model.weights.file_names
+    tensors = {names[name]: tensor.detach().contiguous() for name, tensor in module.named_parameters()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     copy_companions(model.weights.folder, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

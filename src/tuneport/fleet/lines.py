@@ -151,7 +151,7 @@ def _line(number: int, given: Mapping[str, Any], inputs: UpgradeInputs, config: 
 def _value(kind: Any, about: Option, name: str, value: Any, *, empty: bool) -> Any:
     """The value of an option from a JSON value."""
     origin = get_origin(kind)
-    if (value is None and empty) or (isinstance(value, str) and (about.text is not None or origin is Literal)):
+    if (value is None and empty) or (isinstance(value, str) and (about.parse is not None or origin is Literal)):
         return value
     if origin in (tuple, Sequence):
         many = [value] if isinstance(value, str) else value

@@ -8,9 +8,7 @@ from ..config import MergeConfig, TransferConfig
 from ..errors import TuneportError, unknown_name
 from ..task_vectors.lora_write import AdapterForm
 from .adapter import AdapterOutput
-from .base import Output, Update
-from .model import ModelOutput
-from .task_vector import TaskVectorOutput
+from .base import ModelOutput, Output, TaskVectorOutput, Update
 
 OUTPUTS: Mapping[str, Callable[[AdapterForm], Output]] = {
     ModelOutput.name: lambda _: ModelOutput(),

@@ -1,7 +1,8 @@
-"""The contract of an output format: what is checked before any work, written, and read again."""
+"""The contract of an output format: what is checked before any work, written, and read again; models, task vectors."""
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -11,8 +12,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..io.checkpoint import read_record
-from ..io.output import check_new_file, check_new_folder, new_file
+from ..errors import TuneportError
+from ..io.checkpoint import open_checkpoint, read_record
+from ..io.companions import companion_bytes, copy_companions
+from ..io.fingerprint import weights_fingerprint
+from ..io.output import check_new_file, check_new_folder, new_file, new_folder
+from ..io.tensors import describe
 from ..methods import Method
 from ..models.base import Model
 from ..models.weights import Scaled
@@ -20,7 +25,7 @@ from ..pairing import Plan
 from ..report.card import model_card
 from ..report.page import report_page
 from ..report.record import Record, to_json, write_record
-from ..task_vectors.vector import Part, TaskVector
+from ..task_vectors.vector import Part, TaskVector, load_task_vector, save_task_vector
 from ..types import FILE_FORMATS
 
 TEXTS = 2**20  # bytes that card, record and report take at most, except for models of thousands of layers
@@ -28,23 +33,14 @@ TEXTS = 2**20  # bytes that card, record and report take at most, except for mod
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What a transfer changes in a target.
+    """What a transfer changes in a target."""
 
-    Args:
-        target: the model, with its fitted head if it has one.
-        vector: the change, by live names.
-        scale: its factor.
-        fits_head: whether the target's head was fitted.
-        task_type: peft's name of the task of the fine-tune, if it is an adapter.
-        parts: all that the fine-tune changed, for the account of what moves.
-    """
-
-    target: Model
-    vector: TaskVector
+    target: Model  # with its fitted head if it has one
+    vector: TaskVector  # the change, by live names
     scale: float = 1.0
     fits_head: bool = False
-    task_type: str | None = None
-    parts: tuple[Part, ...] = ()
+    task_type: str | None = None  # peft's name of the task of the fine-tune, if it is an adapter
+    parts: tuple[Part, ...] = ()  # all that the fine-tune changed, for the account of what moves
 
     def in_files(self) -> TaskVector:
         """The scaled change under the names in the target's files."""
@@ -67,10 +63,7 @@ class Output(ABC):
     def check(self, plan: Plan, update: Update, method: Method) -> None:
         """Refuse, before anything is measured, a transfer whose result cannot be written.
 
-        Args:
-            plan: the layers that will be moved.
-            update: with the task vector of the *source*, whose ranks the method may keep.
-            method: moves it.
+        `update` has the task vector of the *source*, whose ranks the method may keep.
         """
         del plan, method
         self.check_update(update)
@@ -115,13 +108,9 @@ class Output(ABC):
 
 
 def update_bytes(plan: Plan, vector: TaskVector, method: Method, lora: int | None = None) -> int:
-    """The bytes of all updates in float32.
+    """The bytes of all updates in float32; `vector` is that of the source, whose ranks the method may keep.
 
-    Args:
-        plan: the layers that are moved.
-        vector: the task vector of the source, whose ranks the method may keep.
-        method: moves it.
-        lora: the rank of a LoRA; 0 if it is chosen later, which counts as one; None for dense updates.
+    `lora` is the rank of a LoRA; 0 if it is chosen later, which counts as one; None for dense updates.
     """
     numbers = 0
     for pair in plan.pairs:
@@ -143,3 +132,56 @@ def write_texts(folder: Path, record: Record, library: str | None, more: Mapping
     for name, text in {**texts_of(record, library), **(more or {})}.items():
         (folder / name).write_text(text, encoding="utf-8")
     return write_record(folder / "tuneport.json", record)
+
+
+class ModelOutput(Output):
+    """The target with the change, in the layout of its library."""
+
+    name: ClassVar[str] = "model"
+
+    def size(self, plan: Plan, update: Update, method: Method) -> int:
+        del plan, method
+        weights = update.target.weights
+        held = sum(describe(weights.tensors, name).nbytes for name in weights.tensors)
+        return held + companion_bytes(weights.folder) + TEXTS
+
+    def write(
+        self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
+    ) -> Record:
+        target = update.target
+        with new_folder(out, overwrite=overwrite) as folder:
+            copy_companions(target.weights.folder, folder)
+            target.weights.write(folder, update.in_files().apply_to(target.weights.tensors))
+            return write_texts(folder, record, target.weights.library, texts)
+
+
+class TaskVectorOutput(Output):
+    """The change of the target as one file."""
+
+    name: ClassVar[str] = "task-vector"
+
+    def check_update(self, update: Update) -> None:
+        """Refuse a fitted head: it is not a difference from the target's files."""
+        if update.fits_head:
+            raise TuneportError(
+                'a task vector cannot hold a fitted head: write a model or an adapter, or pass `head_fit="none"`.'
+            )
+
+    def size(self, plan: Plan, update: Update, method: Method) -> int:
+        return update_bytes(plan, update.vector, method)
+
+    def write(
+        self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
+    ) -> Record:
+        del texts  # the file holds the record only
+        about = {"record": to_json(record), "base_fingerprint": weights_fingerprint(update.target.weights.tensors)}
+        save_task_vector(out, update.in_files(), about, overwrite=overwrite)
+        return record
+
+    def rewrite(self, out: Path, record: Record, library: str | None) -> None:
+        del library
+        about = {**open_checkpoint(out).metadata, "record": to_json(record)}
+        save_task_vector(out, load_task_vector(out), about, overwrite=True)
+
+    def read_record(self, out: Path) -> Any:
+        return json.loads(open_checkpoint(out).metadata["record"])
