@@ -88,7 +88,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="tuneport",
     cls=Commands,
-    help="Port a fine-tune to a new base model, without training.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -101,30 +100,18 @@ PORT = "--source OLD --finetuned LORA --target NEW --data D"
 
 # In the order of the help: the function and its usual calls; "..." is the first call.
 COMMANDS: dict[Run, tuple[str, ...]] = {
-    upgrade: (
-        f"upgrade {PORT} --out OUT",
-        "... --routes copy,port --time 10m",
-        "upgrade --list MANY.jsonl --out FOLDER",
-    ),
+    upgrade: (f"upgrade {PORT} --out OUT", "... --routes copy,port --time 10m", "upgrade --list MANY.jsonl --out DIR"),
     plan: (f"plan {PORT}", "... --layers", "... --shapes-only --memory-budget 24GiB"),
     evaluate: (
         "evaluate OUT --data D",
         "evaluate OLD NEW OUT --data D --by-class",
-        "evaluate OUT --ask 'What is this?'",
+        "evaluate OUT --ask 'Why?'",
     ),
     transfer: (f"transfer {PORT} --out O", "... --as adapter --rank 16", "... --scale safe --evaluate"),
-    distill: (
-        "distill --finetuned TUNED --target NEW --data D --out OUT",
-        "... --lora 16",
-        "... --steps 1000 --resume",
-    ),
+    distill: ("distill --finetuned TUNED --target NEW --data D --out O", "... --lora 16", "... --steps 1000 --resume"),
     extract: ("extract OLD TUNED -o tau.safetensors", "... --exclude 'classifier.*'", "... --overwrite"),
     apply: ("apply tau.safetensors OLD -o OUT", "... --scale 0.7", "... --scale -1"),
-    merge: (
-        "merge ONE TWO --base OLD --as model -o BOTH",
-        "... --rule ties --density 0.2",
-        "... --weights 1,0.5 --exclude 'classifier.*'",
-    ),
+    merge: ("merge ONE TWO --base OLD --as model -o BOTH", "... --rule ties --density 0.2", "... --weights 1,0.5"),
     methods: ("methods", "methods --json"),
     demo: ("demo", "demo --out FOLDER", "demo --overwrite --seed 1"),
 }

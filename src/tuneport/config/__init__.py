@@ -214,11 +214,7 @@ class UpgradeInputs(Declared):
             raise OptionError("`workers` and `ray` go with `list`.")
 
     def one(self) -> TransferInputs:
-        """What the upgrade of one fine-tune reads and writes.
-
-        Raises:
-            OptionError: if something is not given.
-        """
+        """What the upgrade of one fine-tune reads and writes."""
         given = {name: getattr(self, name) for name in ("source", "finetuned", "target", "data", "out")}
         if missing := [f"`{name}`" for name in ("source", "finetuned", "target", "out") if not given[name]]:
             raise OptionError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing.")

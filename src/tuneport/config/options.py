@@ -158,11 +158,7 @@ class Declared:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Make an object from what `to_json` has written; entries of other classes are ignored.
-
-        Raises:
-            TuneportError: if a value was a Python object.
-        """
+        """Make an object from what `to_json` has written; entries of other classes are ignored."""
         known = {item.name.rstrip("_"): item.name for item, _ in cls.options()}
         if lost := [name for name in values.get("python", ()) if name in known]:
             raise TuneportError(NO_COMMAND.format(lost[0]))
@@ -170,11 +166,7 @@ class Declared:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
 
     def to_args(self) -> list[str]:
-        """The words of a command line that asks for these values; defaults are left out.
-
-        Raises:
-            TuneportError: if a value is a Python object.
-        """
+        """The words of a command line that asks for these values; defaults are left out."""
         words: list[str] = []
         for item, about in self.options():
             value = getattr(self, item.name)
@@ -186,11 +178,7 @@ class Declared:
         return words
 
     def check(self) -> None:
-        """Check each value against its bounds and choices.
-
-        Raises:
-            OptionError: for all values that are not allowed.
-        """
+        """Check each value against its bounds and choices."""
         types, wrong = self.value_types(), []
         for item, about in self.options():
             value, kind = getattr(self, item.name), types[item.name]
@@ -205,11 +193,7 @@ class Declared:
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Make a checked object; values that have a text form may be given as text, and their numbers are read so too.
-
-        Raises:
-            TuneportError: for an unknown name or a value that is not allowed.
-        """
+        """Make a checked object; values that have a text form may be given as text."""
         known = {item.name: about for item, about in cls.options()}
         for name in given:
             if name not in known:
@@ -248,11 +232,7 @@ def flags_of(item: Field[Any], about: Option) -> tuple[str, ...]:
 
 
 def repeat_command(command: str, *parts: Declared) -> str:
-    """The command line that asks for these inputs and options.
-
-    Raises:
-        TuneportError: if a value is a Python object.
-    """
+    """The command line that asks for these inputs and options."""
     return shlex.join(["tuneport", command, *(word for part in parts for word in part.to_args())])
 
 

@@ -69,10 +69,6 @@ def read_lines(inputs: UpgradeInputs, config: UpgradeConfig) -> tuple[Line, ...]
     """Read and check the list of a fleet; `inputs` and `config` are the defaults of its lines.
 
     A line without `out` is written into the folder `inputs.out`, under the name of its fine-tune.
-
-    Raises:
-        DataError: if there is no list.
-        ListError: for all lines that are wrong.
     """
     place, wrong, found = Path(inputs.list_ or ""), dict[int, str](), dict[Path, Line]()
     for number, text in _texts(place):

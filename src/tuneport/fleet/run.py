@@ -56,7 +56,7 @@ def upgrade_all(
     events: Events | None = None,
     **options: Any,
 ) -> Fleet:
-    """Upgrade all fine-tunes of a list, in processes of their own.
+    """Upgrade all fine-tunes of a list, in processes of their own; failed ones and old models that stay come first.
 
     Processes import the script that calls this: call it below `if __name__ == "__main__":`.
 
@@ -67,9 +67,6 @@ def upgrade_all(
         ray: the address of a Ray cluster, or "local".
         events: listens to the run.
         options: defaults of the lines: `source`, `finetuned`, `target`, `data`, and the fields of `UpgradeConfig`.
-
-    Returns:
-        A row per fine-tune, sorted by what needs a look; those that failed say why.
     """
     named = {item.name for item, _ in TransferInputs.options()}
     given = {name: options.pop(name) for name in named & set(options)}
@@ -163,11 +160,7 @@ def _clear(line: Line) -> None:
 
 
 def _done(lines: Sequence[Line], folder: Path, inputs: UpgradeInputs) -> Iterator[Row]:
-    """Yield the rows of lines that an earlier start has done.
-
-    Raises:
-        ListError: for outputs of other upgrades.
-    """
+    """The rows of lines that an earlier start has done; outputs of other upgrades are refused."""
     earlier = {row.fingerprint: row for row in earlier_rows(folder)}
     found, wrong = [], {}
     for line in lines:

@@ -136,11 +136,7 @@ def fleet_of(folder: Path, rows: Iterable[Row], seconds: float = 0.0) -> Fleet:
 
 
 def earlier_rows(folder: Path) -> Sequence[Row]:
-    """The rows that an earlier start has written; none if there are none.
-
-    Raises:
-        CheckpointError: if the files there are not those of a fleet.
-    """
+    """The rows that an earlier start has written, if any; files of something else are refused."""
     table = folder / TABLE
     if not os.path.lexists(table) and not os.path.lexists(folder / PAGE):
         return ()

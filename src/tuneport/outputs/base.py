@@ -80,11 +80,7 @@ class Output(ABC):
     def write(
         self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
     ) -> Record:
-        """Write the output and its record, and `texts` by file name beside them.
-
-        Returns:
-            The record as it was written.
-        """
+        """Write the output, its record and `texts` by file name; return the record as it was written."""
 
     def rewrite(self, out: Path, record: Record, library: str | None) -> None:
         """Put another record into an output, in place of its own, with the card and the report that follow from it."""

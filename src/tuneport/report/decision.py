@@ -40,10 +40,8 @@ def _lost(judge: RouteJudge, row: RouteScore) -> list[tuple[str, int]]:
     """The answers that the old model gives several times and this one never, the most frequent first."""
     if judge.writes or judge.answers is None or row.found is None or row.found.by_sample.predicted is None:
         return []
-    old, new = (
-        [_answer(judge, row.found, *one) for one in enumerate(all_)]
-        for all_ in (judge.answers, row.found.by_sample.predicted)
-    )
+    both = (judge.answers, row.found.by_sample.predicted)
+    old, new = ([_answer(judge, row.found, *one) for one in enumerate(found)] for found in both)
     return [(name, n) for name, n in Counter(old).most_common() if n >= LOST and name not in new]
 
 

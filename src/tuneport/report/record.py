@@ -16,11 +16,7 @@ Record = Mapping[str, Any]
 
 
 def write_record(path: Path, record: Record) -> Record:
-    """Write the run record as JSON, with a list of the files in its folder; call it when all others are written.
-
-    Returns:
-        The record with that list.
-    """
+    """Write the run record, last of all files of its folder, with a list of them; return it with that list."""
     folder = path.parent
     files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
     record = {**record, "files": sorted({*files, path.name})}

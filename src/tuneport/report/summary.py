@@ -18,7 +18,7 @@ from ..config import (
     TransferInputs,
     UpgradeConfig,
 )
-from ..config.options import Config, Declared
+from ..config.options import Declared
 from ..config.options import repeat_command as command_of
 from ..errors import TuneportError
 from ..io.sizes import format_bytes
@@ -82,11 +82,8 @@ STATES = {  # what an output is worth, by its outcome
 
 def written_words(record: Record) -> str:
     """What a run has written, and what it is worth."""
-    rank = record.get("adapter", {}).get("rank")
-    kinds = {"adapter": f"an adapter of rank {rank}", "task-vector": "a task vector"}
-    kind = (
-        f"{kinds.get(record['as'], 'a model')} for {record['target']['name']}" if record["as"] != "model" else "a model"
-    )
+    kinds = {"adapter": f"an adapter of rank {record.get('adapter', {}).get('rank')}", "task-vector": "a task vector"}
+    kind = f"{kinds[record['as']]} for {record['target']['name']}" if record["as"] in kinds else "a model"
     state = STATES.get(record.get("outcome", ""))
     return f"written to {record['out']}: {kind}{'' if state is None else f'; {state}'}"
 
@@ -278,33 +275,23 @@ def _ranges(numbers: Iterable[int | None]) -> str:
 
 
 def repeat_command(record: Record, **changes: Any) -> str | None:
-    """The command that repeats the run, with `changes` of its options or of `out`.
-
-    Returns:
-        The command; None if the run used Python objects that no command can name.
-    """
+    """The command that repeats the run, with `changes`; None if it used Python objects that no command can name."""
     places: dict[str, Any] = {key: record.get(key, {}).get("path") for key in ("source", "finetuned", "target")}
-    several = record.get("finetuned", {}).get("parts")
+    several, command = record.get("finetuned", {}).get("parts"), record.get("command", "transfer")
     tuned = tuple(part.get("path") for part in several) if several else (places["finetuned"],)
     place = data_reference(record)
     unnamed = bool(record.get("data", {}).get("name")) and place is None
     if unnamed or not all((places["source"], places["target"], *tuned)):
         return None
-    out = str(changes.pop("out", record.get("out", "OUT")))
+    options = {**record.get("options", {}), **changes}
+    given = {**places, "out": str(options.pop("out", record.get("out", "OUT"))), "data": place}
     try:
-        if record.get("command") == "distill":
+        if command == "distill":
             base = None if places["source"] == tuned[0] else places["source"]
-            inputs: Declared = DistillInputs(
-                finetuned=tuned[0], target=places["target"], data=place or "", out=out, source=base
-            )
-            config: Config = DistillConfig.from_json({**record.get("options", {}), **changes})
-        else:
-            inputs = TransferInputs(
-                source=places["source"], finetuned=tuned, target=places["target"], data=place, out=out
-            )
-            kind = UpgradeConfig if record.get("command") == "upgrade" else TransferConfig
-            config = kind.from_json({**record.get("options", {}), **changes})
-        return command_of(record.get("command", "transfer"), inputs, config)
+            inputs: Declared = DistillInputs(**{**given, "source": base, "finetuned": tuned[0], "data": place or ""})
+            return command_of(command, inputs, DistillConfig.from_json(options))
+        config = (UpgradeConfig if command == "upgrade" else TransferConfig).from_json(options)
+        return command_of(command, TransferInputs(**{**given, "finetuned": tuned}), config)
     except TuneportError:
         return None
 
