@@ -231,11 +231,14 @@ def kept_rows(record: Record, key: str = "not_transported") -> list[tuple[str, i
 
 def plan_rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """One row for all layers of a stack with the same shapes, from the same blocks: roles, blocks and shapes."""
-    inside = [layer for layer in layers if layer["block"] is not None]
-    stacks = short_names(str(layer["stack"]) for layer in inside)
+    stacks = short_names(str(layer["stack"]) for layer in layers if layer["block"] is not None)
+    alone = [layer["target"].removesuffix(".weight") for layer in layers if layer["block"] is None]
+    ends = Counter(name.rpartition(".")[2] for name in alone)
     roles: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for layer in layers:
-        outside = layer["target"].removesuffix(".weight") if layer["block"] is None else ""  # a layer of its own
+        whole = layer["target"].removesuffix(".weight")
+        end = whole.rpartition(".")[2]
+        outside = (end if ends[end] == 1 else whole) if layer["block"] is None else ""  # a layer of its own
         shapes = ["{} x {}".format(*layer[key]) for key in ("target_shape", "source_shape")]
         key = (outside or stacks[str(layer["stack"])], "" if outside else str(layer["role"]), *shapes)
         roles.setdefault(key, []).append(layer)
