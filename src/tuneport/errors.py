@@ -57,12 +57,10 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def first_of(items: Iterable[str], limit: int = 10) -> str:
-    """Join the first `limit` items and count the rest, for errors that collect many findings.
+    """Join the first `limit` items, which may come from files, and count the rest.
 
     >>> first_of(["a", "b", "c"], limit=2)
     'a, b, ... and 1 more'
-
-    Items may come from files.
     """
     listed = [printable(shortened(item)) for item in items]
     shown = ", ".join(listed[:limit])
@@ -80,40 +78,27 @@ def is_text(name: str) -> bool:
 
 
 def shortened(name: object, most: int = 200) -> str:
-    """A name or value from a file, cut in the middle if it is long, so that a message stays readable.
-
-    >>> shortened("layer." * 1000, 20)
-    'layer.lay ... layer.'
-    """
+    """A name or value from a file, cut in the middle if it is long, so that a message stays readable."""
     text = str(name)
     return text if len(text) <= most else f"{text[: most // 2 - 1]} ... {text[-(most - most // 2 - 4) :]}"
 
 
 def brief(error: BaseException) -> str:
-    """What another library says went wrong: the first line of its text, or the kind of error where it has none.
-
-    >>> brief(ValueError("no such thing.\\nTraceback ..."))
-    'no such thing'
-    """
+    """What another library says went wrong: the first line of its text, or the kind of error where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0][:200].rstrip(".") if lines else type(error).__name__
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an accelerator had no memory left; torch has several classes for that.
-
-    >>> lacks_memory(RuntimeError("CUDA error: out of memory")), lacks_memory(ValueError("no such thing"))
-    (True, False)
-    """
+    """Whether an accelerator had no memory left; torch has several classes for that."""
     return isinstance(error, RuntimeError) and any(said in str(error) for said in ("out of memory", "ALLOC_FAILED"))
 
 
 @contextmanager
 def reraised(what: str, kind: type[TuneportError] = CheckpointError) -> Iterator[None]:
-    """Context in which any error of another library becomes one line: `what` failed, and why.
+    """Context in which any error of another library becomes one line, also a panic in Rust, which is no Exception.
 
-    A panic of a library in Rust is no Exception. A lack of memory on a device
-    is no fault of a model, and is raised as it is.
+    A lack of memory on a device is no fault of a model, and is raised as it is.
     """
     try:
         yield

@@ -138,7 +138,7 @@ class TestTokens:
         plain = transformers.AutoModelForTokenClassification.from_pretrained(target, num_labels=4)
         loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "out")
         (found, inside), (applied, _), (wanted, _) = map(logits_of, (loaded, result.apply(), tuned))
-        name, settings = loader_of(result.target, "TOKEN_CLS")  # of the `next:` line
+        name, settings = loader_of(result.target, "TOKEN_CLS").values()  # of the `next:` line
         printed = eval(f"peft.{name}.from_pretrained({str(tmp_path / 'out')!r}{settings})", {"peft": peft})
         assert torch.equal(logits_of(printed)[0], found)
         torch.testing.assert_close(found, applied, atol=1e-5, rtol=1e-5)

@@ -47,8 +47,6 @@ LOADERS = {  # of peft, by task
     "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
     "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
 }
-
-
 LOADER = "load.py"
 LOAD = '''"""Open this adapter with its base, by peft."""
 
@@ -98,11 +96,12 @@ class AdapterOutput(Output):
     def write(
         self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
     ) -> Record:
-        packed = self.packed(update)
+        packed, loader = self.packed(update), loader_of(update.target, update.task_type)
+        record = _with_adapter(record, update, packed, loader)
         with new_folder(out, overwrite=overwrite) as folder:
             write_adapter(folder, packed.adapter)
-            more = {**(texts or {}), **({LOADER: LOAD.format(**loader)} if (loader := _loader(update)) else {})}
-            return write_texts(folder, _with_adapter(record, update, packed), update.target.weights.library, more)
+            more = {**(texts or {}), **({LOADER: LOAD.format(**loader)} if loader else {})}
+            return write_texts(folder, record, update.target.weights.library, more)
 
     def written(self, update: Update) -> Mapping[str, Tensor]:
         target = update.target
@@ -131,7 +130,7 @@ class AdapterOutput(Output):
         )
 
 
-def _with_adapter(record: Record, update: Update, packed: Packed) -> dict[str, Any]:
+def _with_adapter(record: Record, update: Update, packed: Packed, loader: Mapping[str, str]) -> dict[str, Any]:
     """The record with ranks, what they cost, and what has no place in the adapter."""
     target = update.target
     kept = [{"tensor": target.weights.file_names[name], "reason": reason} for name, reason in packed.kept.items()]
@@ -141,18 +140,9 @@ def _with_adapter(record: Record, update: Update, packed: Packed) -> dict[str, A
         "layers": [layer for layer in record["layers"] if weights.get(layer["target"]) not in packed.kept],
         "not_transported": [*record["not_transported"], *kept],
         "base_fingerprint": weights_fingerprint(target.weights.tensors),
-        "adapter": {**adapter_entry(packed), **({"loader": loader} if (loader := _loader(update)) else {})},
+        "adapter": {**adapter_entry(packed), **({"loader": loader} if loader else {})},
         **(account(update.parts, packed.kept) if update.parts else {}),
     }
-
-
-def _loader(update: Update) -> dict[str, str]:
-    """The call of peft that opens the adapter with its base, if the base is a folder of transformers."""
-    target = update.target
-    if target.weights.library != "transformers" or target.weights.folder is None or not Path(target.name).is_dir():
-        return {}
-    name, options = loader_of(target, update.task_type)
-    return {"name": name, "options": options}
 
 
 def adapter_facts(target: Model, wanted: str | None) -> dict[str, Any]:
@@ -171,10 +161,12 @@ def adapter_facts(target: Model, wanted: str | None) -> dict[str, Any]:
     return facts
 
 
-def loader_of(target: Model, wanted: str | None) -> tuple[str, str]:
-    """The class of peft that opens an adapter of the target together with its base, and the options that it needs."""
+def loader_of(target: Model, wanted: str | None) -> dict[str, str]:
+    """The class of peft that opens an adapter with its base, if that is a folder of transformers, and its options."""
+    if target.weights.library != "transformers" or target.weights.folder is None or not Path(target.name).is_dir():
+        return {}
     labels = f", num_labels={len(target.outputs.classes)}" if target.outputs.classes else ""
-    return LOADERS.get(adapter_facts(target, wanted)["task_type"], "AutoPeftModel"), labels
+    return {"name": LOADERS.get(adapter_facts(target, wanted)["task_type"], "AutoPeftModel"), "options": labels}
 
 
 def whole_modules(target: Model, changed: Collection[str], fitted: bool) -> list[str]:
