@@ -105,13 +105,17 @@ COMMANDS: dict[Run, tuple[str, ...]] = {
     evaluate: (
         "evaluate OUT --data D",
         "evaluate OLD NEW OUT --data D --by-class",
-        "evaluate OUT --ask 'Why?'",
+        "evaluate OUT --ask 'What is it?'",
     ),
     transfer: (f"transfer {PORT} --out O", "... --as adapter --rank 16", "... --scale safe --evaluate"),
     distill: ("distill --finetuned TUNED --target NEW --data D --out O", "... --lora 16", "... --steps 1000 --resume"),
     extract: ("extract OLD TUNED -o tau.safetensors", "... --exclude 'classifier.*'", "... --overwrite"),
     apply: ("apply tau.safetensors OLD -o OUT", "... --scale 0.7", "... --scale -1"),
-    merge: ("merge ONE TWO --base OLD --as model -o BOTH", "... --rule ties --density 0.2", "... --weights 1,0.5"),
+    merge: (
+        "merge ONE TWO --base OLD --as model -o BOTH",
+        "... --rule ties --density 0.2",
+        "... --weights 1,0.5 --exclude 'classifier.*'",
+    ),
     methods: ("methods", "methods --json"),
     demo: ("demo", "demo --out FOLDER", "demo --overwrite --seed 1"),
 }

@@ -44,7 +44,7 @@ def command(run: Run, inputs: type[Declared] | None, config: type[Config], check
     """
     classes = [cls for cls in (inputs, config) if cls is not None]
     declared = [(cls, item, about) for cls in classes for item, about in cls.options() if not about.python]
-    declared.sort(key=lambda entry: (not entry[2].argument, GROUPS.index(entry[2].group)))
+    declared.sort(key=lambda entry: (not entry[2].argument, GROUPS.index(entry[2].group), entry[2].control))
     parameters = [_parameter(cls, item, about) for cls, item, about in declared]
     usual = sum(about.argument or about.group in (INPUTS, USUAL) for _, _, about in declared)
     parameters.insert(usual, JSON)

@@ -383,11 +383,10 @@ def _print_shapes(found: Record, config: options.PlanConfig) -> None:
 
     rows = []
     for line in found["plans"]:
-        cells = [line.get("error", ""), "", "", ""]
-        if "error" not in line:
-            sizes = [format_bytes(line[name]) for name in ("peak_bytes", "home_bytes", "fetched_bytes")]
-            cells = [str(line["runs"]), *sizes]
-        rows.append([str(line["devices"]), *cells])
+        sizes = [
+            format_bytes(line[name]) if name in line else "" for name in ("peak_bytes", "home_bytes", "fetched_bytes")
+        ]
+        rows.append([str(line["devices"]), line.get("error") or str(line["runs"]), *sizes])
     columns = ("devices", "runs over the data", "peak of a device", "off the device", "fetched by a device")
     show(rows, *columns, title=f"{found['layers']} layers, {found['samples']} texts of {config.length} tokens")
     if "teaching" in found:
