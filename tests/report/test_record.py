@@ -285,6 +285,6 @@ class TestCard:
         assert "\x1b" not in card
         assert "\u2028" not in card
         assert not {"\x1b", "\u2028"} & set(page)
-        assert page.count("<script>") == 1, "the page's"
+        assert "<script>" not in page
         assert "alert(1)</script>" not in page
         assert "&lt;script&gt;alert(1)" in page

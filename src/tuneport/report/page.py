@@ -1,14 +1,12 @@
-"""report.html: a run record as one page that opens offline, from `page.html.jinja`, `page.css` and `page.js`.
+"""report.html: a run record as one page that opens offline, from `page.html.jinja` and `page.css`.
 
 The first screen answers: did it help, how sure is that, what to do next. Names in a record are untrusted: the template
-escapes everything, and the page's policy allows only its own script, pictures inside the page and no requests. Every
-number in a figure is also in a table.
+escapes everything, and the page's policy allows pictures inside the page, no script and no requests. Every number in a
+figure is also in a text.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..errors import printable
-from .plots import Figure, Number, curves, is_finite, tracks
+from .plots import Figure, Number, is_finite, tracks
 from .record import Record
 from .summary import (
     SCORE_FORMS,
@@ -73,23 +71,20 @@ _ENVIRONMENT.filters["number"] = number_text
 
 def report_page(record: Record) -> str:
     """The page about one transfer."""
-    script = resources.files(__package__).joinpath("page.js").read_text("utf-8")
     return render(
         "page.html.jinja",
         record=record,
-        script=script,
-        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         answer=answer_of(record),
         done_rows=[row for row in summary_rows(record) if row[0] in DONE],
         class_tracks=_class_tracks(record.get("by_class") or ()),
-        scale_curve=_scale_curve(record),
+        scale_tracks=_scale_tracks(record.get("scale_choice"), record["scale"]),
         shares=[(kind, 100 * part) for kind, part in (("moved", record.get("moved_share", 0.0)), *left_shares(record))],
         layer_maps=_layer_maps(record["layers"]),
         layer_table=layer_table,
         kept_rows=kept_rows,
         route_table=route_table,
         command=repeat_command(record),
-        distilled_curves=_distilled_curves(record.get("distilled")),
+        distilled_tracks=_distilled_tracks(record.get("distilled")),
     )
 
 
@@ -182,7 +177,6 @@ def _class_tracks(classes: Sequence[Mapping[str, Any]]) -> list[Figure]:
             "label": item["class"],
             "note": f"{item['samples']} samples",
             "text": (f"{item['before']:.0f} to " if item["before"] != item["after"] else "") + f"{item['after']:.0f} %",
-            "more": "",
             "bar": (item["before"], item["after"]),
             "style": "up" if item["after"] > item["before"] else "down" if item["after"] < item["before"] else "",
             "marks": ((item["before"], "before"), (item["after"], "after")),
@@ -194,28 +188,31 @@ def _class_tracks(classes: Sequence[Mapping[str, Any]]) -> list[Figure]:
     return [tracks(part, low=0.0, high=100.0, unit=" %") for part in parts if part]
 
 
-def _scale_curve(record: Record) -> Figure | None:
-    """The loss at every candidate scale on a true axis, with a mark at the chosen one."""
-    found = (record.get("scale_choice") or {}).get("candidates", ())
-    scales = [item["scale"] for item in found]
-    losses = {"mean loss": [item["loss"] for item in found]}
-    marked = scales.index(record["scale"]) if record["scale"] in scales else None
-    labels = [f"scale {scale:g}{', chosen' if number == marked else ''}" for number, scale in enumerate(scales)]
-    return curves("Mean loss by scale, lower is better", losses, labels, scales, x_label="scale", marked=marked)
+def _scale_tracks(choice: Mapping[str, Any] | None, chosen: float) -> Figure | None:
+    """The loss at every candidate scale; the mark of the chosen one is filled."""
+    rows = []
+    for item in choice["candidates"] if choice else ():
+        notes = ["chosen"] if item["scale"] == chosen else []
+        if item.get("sharpness") is not None:
+            notes += [f"accuracy {100 * item['accuracy']:.1f} %", f"sharpness {item['sharpness']:.3g}"]
+        row = {"label": f"{item['scale']:g}", "note": ", ".join(notes), "text": number_text(item["loss"])}
+        rows.append({**row, "bar": (), "marks": ((item["loss"], "after" if item["scale"] == chosen else "before"),)})
+    return tracks(rows) if rows else None
 
 
-def _distilled_curves(found: Mapping[str, Any] | None) -> list[Figure]:
-    """Losses and agreement along a distillation."""
-    marks = found["curve"] if found is not None else ()
-    steps = [mark["step"] for mark in marks]
-    losses = {"training": [mark["loss"] for mark in marks], "held out": [mark["held_out_loss"] for mark in marks]}
-    agreement = {"held out": [mark["agreement"] for mark in marks]}
-    shown = (("Distance from the teacher's answers", losses, None), ("Agreement with the teacher", agreement, 1.0))
-    drawn = [
-        curves(title, lines, [f"step {step}" for step in steps], steps, x_label="steps", ends=(0.0, high))
-        for title, lines, high in shown
-    ]
-    return list(filter(None, drawn))
+def _distilled_tracks(found: Mapping[str, Any] | None) -> list[tuple[str, Figure]]:
+    """The loss and the agreement along a distillation; the empty marks are the loss of training."""
+    losses, agreements = [], []
+    for mark in found["curve"] if found else ():
+        step, ends = str(mark["step"]), (mark["loss"], mark["held_out_loss"])
+        note, text = f"training {number_text(mark['loss'])}", number_text(mark["held_out_loss"])
+        both = tuple(zip(ends, ("before", "after"), strict=True))
+        losses.append({"label": step, "note": note, "text": text, "bar": ends, "marks": both})
+        share = 100 * mark["agreement"]
+        agreements.append({"label": step, "text": f"{share:.1f} %", "bar": (), "marks": ((share, "after"),)})
+    if not losses:
+        return []
+    return [("loss, held out", tracks(losses, low=0.0)), ("agreement", tracks(agreements, low=0.0, high=100.0))]
 
 
 def _layer_maps(layers: Layers) -> list[Figure]:

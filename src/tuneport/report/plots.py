@@ -1,77 +1,13 @@
-"""The geometry of the report's figures. `figures.html.jinja` draws them, `page.js` reads out the values of curves.
-
-A picture is a small SVG, or boxes at given places, with labels in HTML, which keep their size on a phone.
-"""
+"""The geometry of the report's tables with an axis, which `figures.html.jinja` draws."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from typing import Any, TypeGuard
 
 Number = float | int | None
 Figure = Mapping[str, Any]  # what a macro of `figures.html.jinja` reads
-
-
-def curves(
-    title: str,
-    lines: Mapping[str, Sequence[Number]],
-    labels: Sequence[str],
-    at: Sequence[float],
-    *,
-    x_label: str,
-    marked: int | None = None,
-    ends: tuple[float | None, float | None] = (None, None),
-) -> Figure | None:
-    """Lines by their names; None if there is no number to draw. Lines without a number are left out.
-
-    Args:
-        lines: the values of each line; None and NaN are gaps.
-        labels: what is said of each place.
-        at: the places on the axis.
-        marked: the number of a place to mark.
-        ends: the ends of the scale; the smallest and the largest value where they are None.
-    """
-    shown = {name: values for name, values in lines.items() if any(map(is_finite, values))}
-    if not shown:
-        return None
-    numbers = [value for values in shown.values() for value in values if is_finite(value)]
-    marks = round_ticks(min(numbers) if ends[0] is None else ends[0], max(numbers) if ends[1] is None else ends[1])
-    axis = round_ticks(min(at), max(at))
-    places = [_share(place, axis) for place in at]
-
-    def height(value: float) -> float:
-        return round(100 - _share(value, marks), 2)
-
-    def runs(values: Sequence[Number]) -> list[str]:
-        """The points of each stretch without a gap; a single point is doubled, since a polyline needs two."""
-        stretches = [
-            [f"{place:.2f},{height(value):.2f}" for place, value in stretch if is_finite(value)]
-            for _, stretch in groupby(zip(places, values, strict=True), lambda item: is_finite(item[1]))
-        ]
-        return [" ".join(points if len(points) > 1 else points * 2) for points in stretches if points]
-
-    rounded = {
-        name: [float(f"{value:.4g}") if is_finite(value) else None for value in values]
-        for name, values in shown.items()
-    }
-    ticks = [(f"{mark:g}", f"{height(mark):.2f}") for mark in marks]
-    data = {"labels": list(labels), "places": places, "lines": rounded}
-    return {
-        "title": title,
-        "x_label": x_label,
-        "x_ticks": _ticks(axis),
-        "marked": None if marked is None else {"x": places[marked], "label": labels[marked]},
-        "ticks": ticks,
-        "widest_tick": max((text for text, _ in ticks), key=len),
-        "lines": [
-            {"name": name, "style": f"c{number % 6}", "runs": runs(values)}
-            for number, (name, values) in enumerate(shown.items())
-        ],
-        "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")),
-    }
 
 
 def tracks(
@@ -79,28 +15,28 @@ def tracks(
 ) -> Figure:
     """Rows that share an axis: each has a `bar` between two values, and `marks` of a value and a style.
 
-    The axis spans all values, and `low` and `high` if they are given.
+    The axis spans all finite values, and `low` and `high` if they are given; other values are not drawn.
     """
-    values = [value for row in rows for value in (*row["bar"], *(value for value, _ in row["marks"]))]
-    axis = round_ticks(*(choose([*values, *filter(is_finite, [end])]) for choose, end in ((min, low), (max, high))))
+    marks = [[(value, style) for value, style in row["marks"] if is_finite(value)] for row in rows]
+    bars = [[value for value in row["bar"] if is_finite(value)] for row in rows]
+    drawn = [value for bar in bars for value in bar] + [value for found in marks for value, _ in found]
+    drawn += filter(is_finite, (low, high))
+    axis = round_ticks(min(drawn), max(drawn)) if drawn else [0.0, 1.0]
     placed = [
         {
             **row,
-            "bar": [_share(value, axis) for value in sorted(row["bar"])],
-            "marks": [(_share(value, axis), style) for value, style in row["marks"]],
+            "bar": [_share(choose(bar), axis) for choose in (min, max)] if bar else [0.0, 0.0],
+            "marks": [(_share(value, axis), style) for value, style in found],
         }
-        for row in rows
+        for row, bar, found in zip(rows, bars, marks, strict=True)
     ]
-    return {"rows": placed, "ticks": _ticks(axis, unit)}
+    ticks = [(f"{mark:g}{unit if mark == axis[-1] else ''}", _share(mark, axis)) for mark in axis]
+    return {"rows": placed, "ticks": ticks}
 
 
 def _share(value: float, axis: Sequence[float]) -> float:
     """The place of a value on an axis, in percent."""
     return round(100 * (value - axis[0]) / (axis[-1] - axis[0]), 2)
-
-
-def _ticks(axis: Sequence[float], unit: str = "") -> list[tuple[str, float]]:
-    return [(f"{mark:g}{unit if mark == axis[-1] else ''}", _share(mark, axis)) for mark in axis]
 
 
 def is_finite(value: Number) -> TypeGuard[float]:
