@@ -29,9 +29,8 @@ from tuneport.data.dataset import UNLABELLED, Dataset, align_labels, with_prompt
 from tuneport.data.samplers import select
 from tuneport.data.tasks import read_data, split_reference
 from tuneport.errors import TuneportError
-from tuneport.io.companions import companion_bytes, copy_companions
 from tuneport.io.output import check_new_folder, new_folder
-from tuneport.io.places import looks_like_hub_id
+from tuneport.io.places import companion_bytes, copy_companions, looks_like_hub_id
 from tuneport.io.tensors import describe
 from tuneport.measure.accuracy import encode_batches, zero_shot
 from tuneport.measure.objectives import batch_for, choose_objective

@@ -90,7 +90,7 @@ def image_cases(root: Path) -> dict[str, Case]:
     from tuneport.data.formats import read_plain
     from tuneport.demo.run import MODELS, finetune, mirrored_digits, save_finetuned
     from tuneport.io.checkpoint import write_checkpoint
-    from tuneport.io.companions import copy_companions
+    from tuneport.io.places import copy_companions
     from tuneport.models.open import open_model
     from tuneport.training.loop import Schedule
 

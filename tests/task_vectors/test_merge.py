@@ -11,8 +11,7 @@ import torch
 from builders.loras import adapted, clip, llama, merged_change, read, saved
 from tuneport.errors import TuneportError
 from tuneport.task_vectors.low_rank import LowRank
-from tuneport.task_vectors.merge import RULES, merge
-from tuneport.task_vectors.vector import TaskVector
+from tuneport.task_vectors.vector import RULES, TaskVector, merge
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft and transformers

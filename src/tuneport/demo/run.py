@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from ..config import TransferConfig
 from ..data.dataset import Dataset, align_labels
 from ..data.formats import read_plain
-from ..io.companions import copy_companions
 from ..io.output import check_new_folder, new_folder
+from ..io.places import copy_companions
 from ..measure.accuracy import encode_batches, zero_shot
 from ..measure.unseen import unseen
 from ..models.base import Model, outside_of

@@ -30,8 +30,7 @@ from ..maps.procrustes import procrustes
 from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter
 from ..task_vectors.lora_read import as_lora, plain_names, task_vector_of, transposed_weights
 from ..task_vectors.low_rank import Entry, LowRank
-from ..task_vectors.merge import merge
-from ..task_vectors.vector import FORMAT, Part, TaskVector, load_task_vector
+from ..task_vectors.vector import FORMAT, Part, TaskVector, load_task_vector, merge
 from ..types import Sides
 from .base import Model, ModelLike
 from .families import open_tokenizer

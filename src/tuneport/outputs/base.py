@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..errors import TuneportError
 from ..io.checkpoint import open_checkpoint, read_record
-from ..io.companions import companion_bytes, copy_companions
 from ..io.fingerprint import weights_fingerprint
 from ..io.output import check_new_file, check_new_folder, new_file, new_folder
+from ..io.places import companion_bytes, copy_companions
 from ..io.tensors import describe
 from ..methods import Method
 from ..models.base import Model

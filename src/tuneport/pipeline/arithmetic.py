@@ -12,10 +12,9 @@ from torch import Tensor
 from ..config import ApplyConfig, ExtractConfig, MergeConfig
 from ..errors import CheckpointError, first_of
 from ..io.checkpoint import open_checkpoint
-from ..io.companions import companion_bytes, copy_companions
 from ..io.fingerprint import same_fingerprints, same_weights, weights_fingerprint
 from ..io.output import check_new_file, check_new_folder, new_folder
-from ..io.places import check_no_parts, local
+from ..io.places import check_no_parts, companion_bytes, copy_companions, local
 from ..io.tensors import check_finite, check_unquantised, describe
 from ..measure.fitted_heads import is_head
 from ..models.change import (
@@ -35,8 +34,8 @@ from ..report.provenance import files_identity, identity_of, package_version, ve
 from ..report.record import to_json, write_record
 from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter, write_adapter
 from ..task_vectors.lora_read import as_lora, task_vector_of, transposed_weights
-from ..task_vectors.merge import merge as merge_vectors
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
+from ..task_vectors.vector import merge as merge_vectors
 from ..types import Events
 from .inputs import GO_ON, LEAST_LEFT, relation
 

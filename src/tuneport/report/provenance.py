@@ -19,9 +19,8 @@ from torch import nn
 
 from ..data.dataset import Dataset
 from ..data.images import files_of
-from ..io.companions import README, companions
 from ..io.fingerprint import file_digests
-from ..io.places import hub_name, local
+from ..io.places import README, companions, hub_name, local
 from ..models.base import Model, ModelLike
 from ..models.heads import Head
 from ..models.open import open_stored
