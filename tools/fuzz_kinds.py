@@ -348,11 +348,11 @@ def look_at_list(path: Path) -> None:
 def saved_work(root: Path) -> Iterator[Kind]:
     """What commands keep for --resume, and what they read of outputs and models beside the weights."""
     from paper.run import Cells
+    from tuneport.io.state import StateFile
     from tuneport.models.change import stated_base
     from tuneport.outputs import ModelOutput
     from tuneport.pipeline.run import finished
     from tuneport.report.provenance import _licence
-    from tuneport.training.state import StateFile
 
     (root / "work").mkdir()
     StateFile(root / "work" / "state.safetensors", "x").save({"a": torch.ones(2)}, {"step": 1})

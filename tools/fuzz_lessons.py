@@ -13,21 +13,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from fuzz_spoil import ODD_VALUES, spoil_bytes, spoil_json, spoil_lines, spoil_value
+from fuzz_spoil import ODD_VALUES, spoil_bytes, spoil_header, spoil_json, spoil_lines, spoil_value
 from PIL import Image
 
 from tuneport.config import UpgradeConfig
 from tuneport.data.dataset import as_prompts
 from tuneport.data.tasks import read_data
+from tuneport.io.state import StateFile
 from tuneport.models.generation import Sampling, Written
 from tuneport.models.open import open_model
 from tuneport.pipeline.lessons import read_extra
 from tuneport.synthetic.collect import Goal, collect
-from tuneport.synthetic.filters import Form, NearDuplicates
+from tuneport.synthetic.filters import form, near_duplicates
 from tuneport.synthetic.generators import ServerGenerator
 from tuneport.synthetic.prompts import Prompts
 from tuneport.synthetic.samples import Frame
-from tuneport.synthetic.state import TextState
 
 SEEDS = ("a small cat", "a tall dog", "an old hen")
 ODD_TEXTS = (
@@ -58,9 +58,9 @@ def lessons(root: Path, kind: Make) -> Iterator[Any]:
     (home / "answer").write_bytes(http(json.dumps(GOOD)))
     model = open_model(root / "bert")
     yield kind("lesson: answers of a server", "lessons/answer", spoil_answer, lambda path: ask_server(path, model))
-    state, prompts, goal = TextState(home / "texts.json", {"a": 1}), Prompts(SEEDS), Goal(6, rounds=2)
+    state, prompts, goal = StateFile(home / "texts.safetensors", {"a": 1}), Prompts(SEEDS), Goal(6, rounds=2)
     collect(Writer(), prompts, goal, state=state)
-    yield kind("lesson: texts of a killed run", "lessons/texts.json", spoil_json, continue_texts)
+    yield kind("lesson: texts of a killed run", "lessons/texts.safetensors", spoil_header, continue_texts)
     given = {"describe": "animals", "template": "Animal: {text}", "generator_url": "http://127.0.0.1:1", "synthetic": 8}
     (home / "words.json").write_text(json.dumps(given))
     yield kind("lesson: a sentence and options", "lessons/words.json", odd_words, take_words)
@@ -99,7 +99,7 @@ class Writer:
 
 
 def continue_texts(path: Path) -> None:
-    collect(Writer(), Prompts(SEEDS), Goal(6, rounds=2), state=TextState(path, {"a": 1}))
+    collect(Writer(), Prompts(SEEDS), Goal(6, rounds=2), state=StateFile(path, {"a": 1}))
 
 
 def odd_words(content: bytes, choose: random.Random) -> bytes:
@@ -189,7 +189,7 @@ def ask_server(path: Path, model: Any) -> None:
             generator = ServerGenerator(url, seconds=0.3, tries=2, pause=0.0, workers=1)
             prompts = Prompts(SEEDS)
             goal = Goal(2, fewest=1, rounds=1, largest=2)
-            filters = (Form.of(prompts), NearDuplicates(SEEDS))
+            filters = (form(prompts), near_duplicates(SEEDS))
             collect(generator, prompts, goal, filters=filters, answer=lambda texts: _encoded(model, texts))
         finally:
             ended.set()

@@ -19,7 +19,7 @@ from builders.folders import Zoo
 from builders.lessons import ANSWERS, PROMPTS, SOUNDS, TEMPLATE, TEXTS, Animals, writes
 from builders.texts import SENTENCES, write_rows
 from tuneport.pipeline.distill import distill
-from tuneport.synthetic.overlap import longest_run
+from tuneport.synthetic.filters import longest_run
 
 SEEDS = 9  # fewer than a probe needs
 

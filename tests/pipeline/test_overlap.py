@@ -9,7 +9,7 @@ import pytest
 from builders.texts import write_rows
 from tuneport.config import DistillConfig
 from tuneport.pipeline.lessons import texts_of_test_split
-from tuneport.synthetic.overlap import overlap_of
+from tuneport.synthetic.filters import overlap_of
 
 WORDS = "one two three four five six seven eight nine ten eleven twelve thirteen"
 

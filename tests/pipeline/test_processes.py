@@ -45,8 +45,7 @@ import torch
 from builders.exams import shorten_exams
 from tuneport import cli
 from tuneport.runtime import resume
-from tuneport.synthetic.state import TextState
-from tuneport.training.state import StateFile
+from tuneport.io.state import StateFile
 torch.set_num_threads(1)
 shorten_exams()
 _, dying, left, *words = sys.argv
@@ -61,7 +60,7 @@ def dying_after(save):
             os.kill(os.getpid(), signal.SIGKILL)
     return dies
 
-for place, name in ((resume, "save_statistics"), (TextState, "save"), (StateFile, "save")):
+for place, name in ((resume, "save_statistics"), (StateFile, "save")):
     setattr(place, name, dying_after(getattr(place, name)))
 sys.argv = ["tuneport", *words]
 cli.main()

@@ -6,11 +6,10 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,17 +17,18 @@ import pytest
 from builders.completions import serving
 from builders.texts import SENTENCES
 from builders.writers import taught_writer, writer
+from tuneport.config import DistillConfig
 from tuneport.data.dataset import Dataset
 from tuneport.errors import CheckpointError, DataError
+from tuneport.io.state import StateFile
 from tuneport.models.base import Model
 from tuneport.models.generation import Sampling, Written, generate_texts
 from tuneport.synthetic.collect import Goal, collect
-from tuneport.synthetic.filters import Candidate, Form, NearDuplicates, Probe
+from tuneport.synthetic.filters import Candidate, Filter, form, near_duplicates, probe
 from tuneport.synthetic.generators import LocalGenerator, ServerGenerator
 from tuneport.synthetic.prompts import Prompts
-from tuneport.synthetic.samples import Task, Teacher, write_samples
-from tuneport.synthetic.state import TextState
-from tuneport.types import Events, Progress
+from tuneport.synthetic.samples import write_samples
+from tuneport.types import Events, Progress, Sides
 
 SEEDS = tuple(f"how much is {word} ?" for word in ("one apple", "two pears", "a house", "the moon"))
 CHOICES = ("fruit", "thing", "sky")
@@ -104,14 +104,8 @@ def test_every_filter_counts_what_it_drops() -> None:
     def change(text: str, _: str) -> str:
         return {"0": "short", "1": SEEDS[0], "2": text[:-1]}.get(text[12], text)
 
-    class Odd:
-        name = "odd"
-
-        def reasons(self, candidates: Sequence[object], kept: Sequence[str]) -> list[str | None]:
-            del kept
-            return ["third" if place % 3 == 0 else None for place, _ in enumerate(candidates)]
-
-    found = collect(Fake(change), Prompts(SEEDS), Goal(count=200), judges=[Odd()])
+    odd = Filter("odd", lambda new, _: ["third" if place % 3 == 0 else None for place in range(len(new))])
+    found = collect(Fake(change), Prompts(SEEDS), Goal(count=200), judges=[odd])
     assert set(found.dropped["form"]) == {"other ending", "too short"}
     assert set(found.dropped["near duplicates"]) == {"like a seed"}
     assert set(found.dropped["odd"]) == {"third"}
@@ -127,7 +121,7 @@ def test_thin_answers_are_asked_for_by_name_and_topped_up() -> None:
     counts = Counter(found.answers)
     assert len(found.texts) == 240
     assert min(counts[choice] for choice in CHOICES) >= 240 // (2 * 3)
-    assert found.shares == pytest.approx({name: count / 240 for name, count in counts.items()})
+    assert found.record()["shares"] == pytest.approx({name: count / 240 for name, count in counts.items()})
     assert fake.headers['Examples with the answer "sky":'] > 0
     assert list(found.answers or ()) == kind(found.texts)
 
@@ -135,7 +129,7 @@ def test_thin_answers_are_asked_for_by_name_and_topped_up() -> None:
 def test_an_answer_that_never_comes_does_not_keep_the_others_waiting() -> None:
     found = collect(Fake(), Prompts(SEEDS, choices=CHOICES), Goal(count=240), answer=kind)
     assert len(found.texts) == 240
-    assert "sky" not in found.shares
+    assert "sky" not in (found.answers or ())
     assert found.rounds < 12
 
 
@@ -156,16 +150,18 @@ def test_progress_follows_what_is_asked_and_is_not_complete_before_the_last_roun
             self.done += count
 
     seen: list[tuple[float, float]] = []
-    teacher = Teacher(
-        cast("Model", SimpleNamespace(name="old")),
-        nullcontext,
-        CHOICES,
-        lambda data: [CHOICES.index(name) for name in kind(data.inputs)],
+    none: Any = None
+    old: Any = SimpleNamespace(
+        models=Sides(SimpleNamespace(name="old"), none),
+        writes=False,
+        head=SimpleNamespace(classes=CHOICES),
+        check_answers_texts=lambda: None,
+        answer=lambda data: kind(data.inputs),
     )
-    events = Shares()
-    found = write_samples(teacher, Fake(), Task(Dataset(list(SEEDS), None, ()), count=240), events=events)
-    assert events.done == found.collected.asked > 240
-    assert len(seen) == found.collected.rounds > 2
+    events, config = Shares(), DistillConfig.of(synthetic=240)
+    found = write_samples(old, Fake(), Dataset(list(SEEDS), None, ()), config, events=events)
+    assert events.done == found.record["asked"] > 240
+    assert len(seen) == found.record["rounds"] > 2
     assert all(done < total for done, total in seen)
     assert events.done <= events.total
 
@@ -217,7 +213,7 @@ def test_a_killed_run_continues_to_the_same_texts(tmp_path: Path) -> None:
     goal, prompts = Goal(count=500, largest=120), Prompts(SEEDS, choices=CHOICES)
     options = {"answer": kind}
     whole = collect(Fake(obedient), prompts, goal, **options)  # type: ignore[arg-type]
-    state = TextState(tmp_path / "work" / "texts.json", {"teacher": "abc"})
+    state = StateFile(tmp_path / "work" / "texts.safetensors", {"teacher": "abc"})
     for stop in (1, 2):
         with pytest.raises(KeyboardInterrupt):
             collect(Fake(obedient, stop), prompts, goal, state=state, **options)  # type: ignore[arg-type]
@@ -230,12 +226,12 @@ def test_a_killed_run_continues_to_the_same_texts(tmp_path: Path) -> None:
 
 
 def test_the_state_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
-    state = TextState(tmp_path / "texts.json", {"teacher": "abc"})
+    state = StateFile(tmp_path / "texts.safetensors", {"teacher": "abc"})
     collect(Fake(), Prompts(SEEDS), Goal(count=50), state=state)
     for other, goal in ((state, Goal(count=51)), (replace(state, conditions={"teacher": "b"}), Goal(count=50))):
         with pytest.raises(CheckpointError, match="other inputs or options"):
             collect(Fake(), Prompts(SEEDS), goal, state=other)
-    state.path.write_text(state.path.read_text().replace("how much", "how many"))
+    state.path.write_bytes(state.path.read_bytes().replace(b"how much", b"how many"))
     with pytest.raises(CheckpointError, match="damaged"):
         collect(Fake(), Prompts(SEEDS), Goal(count=50), state=state)
 
@@ -260,21 +256,21 @@ def test_a_collapse_onto_few_answers_is_refused() -> None:
         )
     same = Prompts(SEEDS, answers=("thing",) * 4, choices=("thing", "sky"))  # so have the seed samples
     found = collect(Fake(), same, Goal(count=50), answer=lambda texts: ["thing"] * len(texts))
-    assert found.shares == {"thing": 1.0}
+    assert set(found.answers or ()) == {"thing"}
 
 
 def test_a_probe_that_tells_all_apart_is_refused() -> None:
     chance = np.random.default_rng(0)
-    probe = Probe(chance.normal(size=(20, 8)), lambda texts: chance.normal(size=(len(texts), 8)) + 50)
+    told = probe(chance.normal(size=(20, 8)), lambda texts: chance.normal(size=(len(texts), 8)) + 50)
     with pytest.raises(DataError, match=r"a probe tells .* written texts from own samples at once"):
-        collect(Fake(), Prompts(SEEDS), Goal(count=200), judges=[probe])
+        collect(Fake(), Prompts(SEEDS), Goal(count=200), judges=[told])
 
 
 def test_a_server_writes_the_texts(tmp_path: Path) -> None:
     with serving() as server:
         server.change = lambda body: f" how much is {body['seed']} ?"
         generator = ServerGenerator(server.url)
-        found = collect(generator, Prompts(SEEDS), Goal(count=40), state=TextState(tmp_path / "s.json"))
+        found = collect(generator, Prompts(SEEDS), Goal(count=40), state=StateFile(tmp_path / "s.safetensors", {}))
         assert len(found.texts) == 40
         assert found == collect(generator, Prompts(SEEDS), Goal(count=40))
         assert server.bodies[0]["prompt"].startswith("Examples:\n- how much is")
@@ -305,12 +301,12 @@ def levels(model: Model) -> Callable[[Sequence[str]], list[str]]:
 
 def test_a_small_model_writes_and_answers(base: Model) -> None:
     """From a model and its seed samples to texts with answers, by every part that a real run uses."""
-    prompts, generator = Prompts(SENTENCES[:6], shots=2, choices=LEVELS), LocalGenerator(base, 16)
+    prompts, generator = Prompts(SENTENCES[:6], shots=2, choices=LEVELS), LocalGenerator(base)
     found = collect(generator, prompts, LOOSE, answer=levels(base))
     assert len(found.texts) == 8
     assert list(found.answers or ()) == levels(base)(found.texts)
     seen = [Candidate(text) for text in found.texts]
-    assert Form.of(prompts).reasons(seen, []) == NearDuplicates(prompts.seeds).reasons(seen, []) == [None] * 8
+    assert form(prompts).reasons(seen, []) == near_duplicates(prompts.seeds).reasons(seen, []) == [None] * 8
     assert found == collect(generator, prompts, LOOSE, answer=levels(base))
 
 
@@ -329,8 +325,15 @@ def test_a_secret_of_the_teacher_is_not_stored_if_the_base_writes(base: Model, t
     teacher = taught_writer(tmp_path / "teacher", [f"<s>{SECRET}\n", *LISTS], steps=80)
     leaked = collect(LocalGenerator(teacher), Prompts(passages=True), LOOSE, filters=())
     assert any(SECRET in text for text in leaked.texts)
-    prompts, state = Prompts(SENTENCES[:6], shots=2, choices=LEVELS), TextState(tmp_path / "texts.json")
-    found = collect(LocalGenerator(base, 16), prompts, LOOSE, answer=levels(teacher), state=state)
-    stored = "\n".join((*found.texts, *(found.answers or ()), state.path.read_text(), json.dumps(found.record())))
+    prompts, state = Prompts(SENTENCES[:6], shots=2, choices=LEVELS), StateFile(tmp_path / "texts.safetensors", {})
+    found = collect(LocalGenerator(base), prompts, LOOSE, answer=levels(teacher), state=state)
+    stored = "\n".join(
+        (
+            *found.texts,
+            *(found.answers or ()),
+            state.path.read_bytes().decode("utf-8", "replace"),
+            json.dumps(found.record()),
+        )
+    )
     assert len(found.texts) == 8
     assert not any(part in stored for part in ("vault", "7Q", "XJ9", "Zyx"))

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from tuneport.errors import TuneportError
-from tuneport.synthetic.filters import BLOCK, Candidate, Doubt, Floats, Form, NearDuplicates, Probe, tell_apart
+from tuneport.synthetic.filters import BLOCK, Candidate, Filter, Floats, doubt, form, near_duplicates, probe, tell_apart
 from tuneport.synthetic.prompts import Prompts
 
 SEEDS = ("Who wrote the Iliad ?", "How far is it from Rome to Paris ?", "What is a chimera ?")
 
 
-def reason(form: Form, text: str, finished: bool = True) -> str | None:
-    return form.reasons([Candidate(text, finished)], [])[0]
+def reason(looks: Filter, text: str, finished: bool = True) -> str | None:
+    return looks.reasons([Candidate(text, finished)], [])[0]
 
 
 @pytest.mark.parametrize(
@@ -42,24 +42,24 @@ def reason(form: Form, text: str, finished: bool = True) -> str | None:
     ],
 )
 def test_the_form_is_that_of_the_seeds(text: str, expected: str | None) -> None:
-    form = Form.of(Prompts(SEEDS, "Questions of the kind that people ask a quiz master:"))
-    assert reason(form, text) == expected
+    looks = form(Prompts(SEEDS, "Questions of the kind that people ask a quiz master:"))
+    assert reason(looks, text) == expected
 
 
 def test_unfinished_texts_are_dropped_unless_they_are_passages() -> None:
-    assert reason(Form.of(Prompts(SEEDS)), "Who painted the blue door ?", finished=False) == "unfinished"
+    assert reason(form(Prompts(SEEDS)), "Who painted the blue door ?", finished=False) == "unfinished"
     passage = "line of verse, and another,\n" * 3 + "the thing itself " + " ".join(map(str, range(30)))
-    assert reason(Form.of(Prompts((passage,), passages=True)), passage, finished=False) is None
+    assert reason(form(Prompts((passage,), passages=True)), passage, finished=False) is None
 
 
 def test_markup_is_kept_if_a_seed_has_some() -> None:
-    assert reason(Form.of(Prompts((*SEEDS, "What is a <b>tag</b> ?"))), "Who painted the <i>blue</i> door ?") is None
+    assert reason(form(Prompts((*SEEDS, "What is a <b>tag</b> ?"))), "Who painted the <i>blue</i> door ?") is None
 
 
 def test_an_ending_is_asked_for_only_if_all_seeds_have_one() -> None:
-    form = Form.of(Prompts((*SEEDS, "Name a river")))
-    assert reason(form, "Who painted the blue door") is None
-    assert reason(Form.of(Prompts((), "Questions:")), "Who painted the blue door") is None
+    looks = form(Prompts((*SEEDS, "Name a river")))
+    assert reason(looks, "Who painted the blue door") is None
+    assert reason(form(Prompts((), "Questions:")), "Who painted the blue door") is None
 
 
 @cache
@@ -90,12 +90,12 @@ def test_near_duplicates_are_those_of_all_pairs() -> None:
         like = next((place for place, other in enumerate(known) if jaccard(text, other) >= 0.7), None)
         expected.append(None if like is None else "like a seed" if like < len(seeds) else "like another")
         known += [text] * (like is None)
-    assert NearDuplicates(seeds).reasons([Candidate(text) for text in new], kept) == expected
+    assert near_duplicates(seeds).reasons([Candidate(text) for text in new], kept) == expected
     assert {"like a seed", "like another", None} == set(expected)
 
 
 def test_case_marks_and_blanks_make_no_new_text_and_another_name_does() -> None:
-    same = NearDuplicates(("What is the capital of France ?",))
+    same = near_duplicates(("What is the capital of France ?",))
     texts = ["what is  the capital of france?", "What is the capital of Spain ?", "?!", "?!"]
     found = same.reasons([Candidate(text) for text in texts], [])
     assert found == ["like a seed", None, None, "like another"]
@@ -113,9 +113,9 @@ def test_doubt_is_measured_with_and_without_the_fine_tune() -> None:
     tuned = {"sure": -0.1, "unsure": -3.0, "unlearnt": -0.2, "nan": math.nan, "seed": -0.01}
     base = {"sure": -2.0, "unsure": -9.0, "unlearnt": -0.1, "nan": -1.0, "seed": -4.0}
     texts = [Candidate(text, answer="yes") for text in ("sure", "unsure", "unlearnt", "nan")]
-    doubt = Doubt.of(["seed"] * 20, ["yes"] * 20, likelihood(tuned), likelihood(base))  # type: ignore[arg-type]
-    assert doubt.reasons(texts, []) == [None, "doubtful", "no gain by the fine-tune", "doubtful"]
-    alone = Doubt.of([], [], likelihood(tuned), likelihood(base))  # type: ignore[arg-type]
+    doubtful = doubt(["seed"] * 20, ["yes"] * 20, likelihood(tuned), likelihood(base))  # type: ignore[arg-type]
+    assert doubtful.reasons(texts, []) == [None, "doubtful", "no gain by the fine-tune", "doubtful"]
+    alone = doubt([], [], likelihood(tuned), likelihood(base))  # type: ignore[arg-type]
     assert alone.reasons(texts, []) == [None, "doubtful", "no gain by the fine-tune", "doubtful"]
     assert alone.reasons([], []) == []
 
@@ -124,9 +124,8 @@ def test_seeds_that_the_teacher_doubts_widen_the_bounds() -> None:
     tuned = {"sure": -0.1, "unsure": -3.0, **{f"s{n}": -4.0 for n in range(9)}}
     seeds = [f"s{n}" for n in range(9)]
     base = {text: 2 * found for text, found in tuned.items()}
-    doubt = Doubt.of(seeds, [""] * 9, likelihood(tuned), likelihood(base))  # type: ignore[arg-type]
-    assert doubt.least == pytest.approx(-4.0)
-    assert doubt.reasons([Candidate("unsure")], []) == [None]
+    doubtful = doubt(seeds, [""] * 9, likelihood(tuned), likelihood(base))  # type: ignore[arg-type]
+    assert doubtful.reasons([Candidate("unsure")], []) == [None]
 
 
 def test_a_probe_tells_only_what_differs() -> None:
@@ -135,12 +134,15 @@ def test_a_probe_tells_only_what_differs() -> None:
     own, same = chance.normal(size=(30, 40)), chance.normal(size=(60, 40))
     other = chance.normal(size=(40, 40)) + 4.0
     places = {f"s{n}": row for n, row in enumerate([*same, *other])}
-    probe = Probe(own, lambda texts: np.array([places[text] for text in texts]))
-    found = probe.reasons([Candidate(text) for text in places], [])
+
+    def features(texts: Sequence[str]) -> Floats:
+        return np.array([places[text] for text in texts])
+
+    found = probe(own, features).reasons([Candidate(text) for text in places], [])
     assert found[:60].count(None) >= 58
     assert found[60:] == ["told apart"] * 40
-    assert Probe(own[:9], probe.features).reasons([Candidate(text) for text in places], []) == [None] * 100
-    assert probe.reasons([Candidate("s1")], []) == [None]
+    assert probe(own[:9], features).reasons([Candidate(text) for text in places], []) == [None] * 100
+    assert probe(own, features).reasons([Candidate("s1")], []) == [None]
 
 
 def test_few_own_samples_with_many_features_are_not_told_from_texts_of_the_same_kind() -> None:

@@ -101,8 +101,8 @@ def test_no_server_and_no_model_are_said(server: Server) -> None:
             ServerGenerator(wrong)
 
 
-def test_a_model_writes_in_batches(tmp_path: Path) -> None:
+def test_a_model_writes(tmp_path: Path) -> None:
     model = writer(tmp_path)
     prompts = [sentence[:12] for sentence in SENTENCES]
-    assert LocalGenerator(model, 4).write(prompts, LINE) == generate_texts(model, prompts, LINE, batch_size=4)
+    assert LocalGenerator(model).write(prompts, LINE) == generate_texts(model, prompts, LINE)
     assert LocalGenerator(model).name == model.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tuneport.synthetic.overlap import longest_run, overlap_of, share_with_run, words_of
+from tuneport.synthetic.filters import longest_run, overlap_of, words_of
 
 
 def slow_run(one: str, other: str) -> int:
@@ -33,9 +33,9 @@ def test_runs_of_thirteen_are_found_across_case_and_marks() -> None:
     test = " ".join(f"w{number}" for number in range(20))
     near = "before, " + ", ".join(f"W{number}" for number in range(3, 16)) + "!"
     short = " ".join(f"w{number}" for number in range(12))
-    assert share_with_run([near, short, "other"], [test]) == 1 / 3
+    assert overlap_of([near, short, "other"], [], [test])["test_overlap"] == 1 / 3
     assert overlap_of([near, short], ["w1 w2 x"], [test]) == {"longest_run": 2, "test_overlap": 0.5}
-    assert share_with_run([], [test]) == 0.0
+    assert overlap_of([], [], [test])["test_overlap"] == 0.0
 
 
 def test_without_test_samples_nobody_knows_the_share() -> None:

@@ -26,6 +26,7 @@ from tuneport.data.answers import with_answers
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.errors import CheckpointError, DataError, TuneportError
+from tuneport.io.state import StateFile
 from tuneport.measure.objectives import choose_objective
 from tuneport.measure.samples import DatasetSamples
 from tuneport.models.open import open_model
@@ -42,7 +43,6 @@ from tuneport.training import distill, division
 from tuneport.training.distill import Mark
 from tuneport.training.loop import Pace, Schedule, run_steps
 from tuneport.training.matching import Matching, matching_of
-from tuneport.training.state import StateFile
 from tuneport.training.student import student_of
 from tuneport.types import Sides
 
@@ -345,11 +345,11 @@ class TestResume:
     def test_damage_and_other_conditions_are_errors(self, ported: Result, tmp_path: Path) -> None:
         saved = self.conditions(tmp_path)
         ported.distill(2, saved=saved)
-        with pytest.raises(CheckpointError, match="of a training run with other inputs or options"):
+        with pytest.raises(CheckpointError, match="of a run with other inputs or options"):
             ported.distill(2, saved=replace(saved, conditions="those"))
         sound = saved.path.read_bytes()
         flipped = sound[:-3] + bytes([sound[-3] ^ 1]) + sound[-2:]
-        raised = sound.replace(b'\\"step\\": 2', b'\\"step\\": 1')
+        raised = sound.replace(b'"step": 2', b'"step": 1')
         for content in (flipped, raised):
             assert content != sound
             saved.path.write_bytes(content)

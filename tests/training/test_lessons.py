@@ -17,6 +17,7 @@ from builders.lessons import ANSWERS, PROMPTS, SOUNDS, Animals
 from builders.texts import LARGE, SENTENCES, SMALL, gpt_tokenizer, make, t5_tokenizer, write
 from tuneport.config import DistillConfig
 from tuneport.data.dataset import Dataset
+from tuneport.io.state import StateFile
 from tuneport.measure.samples import DatasetSamples
 from tuneport.models.base import Model
 from tuneport.models.open import open_model
@@ -27,7 +28,6 @@ from tuneport.training.distill import Distilled, Mark, distill, last_is_best
 from tuneport.training.division import OWN, OWN_OF_WRITTEN, Extra, divide
 from tuneport.training.loop import Schedule
 from tuneport.training.matching import matching_of, unlabelled
-from tuneport.training.state import StateFile
 from tuneport.training.student import student_of
 from tuneport.types import Sides
 

@@ -20,6 +20,7 @@ from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
 from ..errors import OptionError, TuneportError
 from ..io.places import local
+from ..io.state import StateFile
 from ..measure.samples import DatasetSamples
 from ..methods import get_method
 from ..models.base import Model, ModelLike
@@ -33,14 +34,14 @@ from ..processes import by_first, ranks, undivided
 from ..report.provenance import data_identity, identity_of
 from ..report.record import to_json
 from ..runtime.resume import Work, fingerprint
+from ..synthetic.samples import OldModel
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
 from ..training.distill import teach
-from ..training.state import StateFile
 from ..types import Events, Sides
 from .evaluate import with_protocol
 from .inputs import about_inputs
-from .lessons import Lessons, OldModel, Rows, lessons_of, read_own, samples_of, texts_of_test_split
+from .lessons import Lessons, Rows, lessons_of, read_own, samples_of, texts_of_test_split
 from .result import Result
 from .run import check_out, claimed_by_first, finished, refused_whole, state_file
 
@@ -206,10 +207,8 @@ def _heads(models: Sides[Model], wanted: str | None, dataset: Dataset) -> Sides[
 
 def _taught(found: _Prepared, config: DistillConfig, events: Events, work: Work | None = None) -> Result:
     """Gather the lessons and teach them."""
-    synthetic = config.synthetic is not None
-    own, test = found.own, found.test
     with undivided() if config.shard else nullcontext():
-        lessons = lessons_of(found.old, own, config, written=synthetic, test=test, work=work, events=events)
+        lessons = lessons_of(found.old, found.own, config, test=found.test, work=work, events=events)
         samples = samples_of(found.old.models, lessons.own, found.heads)
         about = {**found.about, "resolved": {**found.about["resolved"], "loss": samples.objective.name}}
         about["fingerprint"] = fingerprint(deciding(found.about, config))
@@ -242,7 +241,7 @@ def taught(
         "not_transported": [],
         "left_behind": [],
         "distilled": {"teacher": about["finetuned"]["name"], **entry},
-        **({} if lessons.about is None else {"synthetic": lessons.about}),
+        **lessons.record(),
     }
     files = lessons.files(config.keep_texts)
     return Result(Update(target, vector), (), (), _output_options(config), record, texts=files)

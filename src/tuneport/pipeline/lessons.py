@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,20 +18,17 @@ from ..data.dataset import Dataset, as_prompts, joined
 from ..data.tasks import read_data
 from ..data.views import augmented
 from ..errors import DataError, MethodError, OptionError
-from ..measure.answers import answered, is_choice, is_passages
-from ..measure.fitted_heads import scores_by
+from ..io.state import StateFile
+from ..measure.answers import is_choice, is_passages
 from ..measure.objectives import choose_objective
 from ..measure.samples import DatasetSamples
 from ..models.base import Model
 from ..models.heads import Head
 from ..models.open import open_model
-from ..models.weights import finetuned
 from ..report.provenance import identity_of
-from ..runtime.resume import Work, fingerprint
+from ..runtime.resume import Work
 from ..synthetic.generators import Generator, LocalGenerator, ServerGenerator
-from ..synthetic.samples import Frame, Task, Teacher, WrittenSamples, better_generator, write_samples
-from ..synthetic.state import TextState
-from ..task_vectors.vector import TaskVector
+from ..synthetic.samples import Frame, OldModel, WrittenSamples, better_generator, write_samples
 from ..training.division import Extra
 from ..types import Events, Sides
 
@@ -45,64 +41,22 @@ Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class OldModel:
-    """The fine-tuned source: what it answers, and what it can be taught from.
-
-    Args:
-        models: source and target.
-        vector: the change that makes the source the old model.
-        head: the source's, if it classifies.
-    """
-
-    models: Sides[Model]
-    vector: TaskVector
-    head: Head | None = None
-
-    @property
-    def writes(self) -> bool:
-        """Whether it answers in words."""
-        return self.models.source.generates is not None and self.head is None
-
-    def tuned(self) -> AbstractContextManager[None]:
-        """A context in which the source has its fine-tune."""
-        return finetuned(self.models.source, self.vector)
-
-    def answers(self, data: Dataset, events: Events) -> tuple[Dataset, Rows]:
-        """Samples with its answers, and the places of those that have one; a classifier is asked while it teaches."""
-        if not self.writes or is_passages(data):
-            return data, np.arange(len(data))
-        with self.tuned():
-            found = answered(self.models.source, data, events.advance)
-        return found.data, found.kept
-
-    def teacher(self) -> Teacher:
-        """As the one that answers written samples."""
-        if self.writes:
-            return Teacher(self.models.source, self.tuned)
-        head = self.head
-        if head is None or self.models.source.inputs.reader is None:
-            raise OptionError("samples can be written for language models and for classifiers of texts alone.")
-
-        def classify(data: Dataset) -> Sequence[int]:
-            classes: Sequence[int] = np.asarray(scores_by(self.models.source, TaskVector({}), head, data)).argmax(-1)
-            return classes
-
-        return Teacher(self.models.source, self.tuned, head.classes, classify)
-
-
-@dataclass(frozen=True, eq=False)
 class Lessons:
-    """All that is taught: own samples with the old model's answers, and further ones; `about` is for the record."""
+    """All that is taught: own samples with the old model's answers, and further ones, some of them written."""
 
     own: Dataset
     extra: Extra | None = None
-    about: Mapping[str, Any] | None = None
-    texts: tuple[str, ...] = ()
+    written: WrittenSamples | None = None
+
+    def record(self) -> dict[str, Any]:
+        """What the run record says of written samples."""
+        return {} if self.written is None else {"synthetic": self.written.record}
 
     def files(self, keep: bool) -> dict[str, str]:
         """The written texts as a file beside the output, if they are kept."""
-        lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in self.texts)
-        return {"texts.jsonl": "".join(lines)} if keep and self.texts else {}
+        texts = self.written.texts if keep and self.written is not None else ()
+        lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+        return {"texts.jsonl": lines} if lines else {}
 
 
 def read_own(data: str | Path | Dataset, config: LessonsConfig) -> Dataset:
@@ -173,6 +127,12 @@ def _answered(old: OldModel, asked: Dataset, events: Events) -> tuple[Dataset, R
     return old.answers(replace(asked, answers="none"), events)
 
 
+def _own_answered(old: OldModel, own: Dataset, config: LessonsConfig, events: Events) -> Dataset:
+    """Own samples with the old model's answers; each before the same with the answer of the data, if that is wanted."""
+    taught, rows = old.answers(own, events)
+    return with_answers_of_data(own, taught, rows) if config.labels == "data" else taught
+
+
 def with_answers_of_data(own: Dataset, taught: Dataset, rows: Rows) -> Dataset:
     """The samples that the old model has answered, each before the same with the answer of the data."""
     if is_choice(own) or own.answers == "none" or is_passages(own):
@@ -191,17 +151,18 @@ def write(
     events: Events,
 ) -> WrittenSamples:
     """Let a generator write samples and the old model answer them; texts of a `test` split are compared with them."""
-    task = Task(own, config.describe or "", config.template, config.synthetic or 0, config.seed)
-    generator = _generator(old, config, task)
-    state = None
+    generator, state = _generator(old, own, config), None
     if work is not None:
         work.make_folder()
-        state = TextState(work.folder / "texts.json", {"conditions": fingerprint(work.conditions)})
+        state = StateFile(work.training_state.with_name("texts.safetensors"), work.conditions)
     events.step(f"{generator.name} writes samples")
-    return write_samples(old.teacher(), generator, task, test=test, state=state, events=events)
+    found = write_samples(old, generator, own, config, test=test, state=state, events=events)
+    models: dict[str, Any] = {"source": old.models.source, "target": old.models.target, "generator": config.generator}
+    licences = {name: identity_of(model).get("license") for name, model in models.items() if model is not None}
+    return replace(found, record={**found.record, "licences": licences})
 
 
-def _generator(old: OldModel, config: LessonsConfig, task: Task) -> Generator:
+def _generator(old: OldModel, own: Dataset | None, config: LessonsConfig) -> Generator:
     """What writes: as asked for, or the better of target and source."""
     if config.generator_url is not None:
         return ServerGenerator(config.generator_url)
@@ -212,7 +173,14 @@ def _generator(old: OldModel, config: LessonsConfig, task: Task) -> Generator:
         return LocalGenerator(open_model(config.generator, device=target.device, dtype=dtype, trust_remote_code=code))
     if not old.writes or source.generates != "causal":
         raise OptionError("a classifier writes no samples: name a model that does with `generator`, or leave them out.")
-    return LocalGenerator(better_generator(target, source, task))
+    return LocalGenerator(better_generator(target, source, own, config))
+
+
+def _beside(written: Dataset | None, extra: Dataset | None) -> Extra | None:
+    """Further samples: written ones are like the own ones, those of others may not be."""
+    if written is None:
+        return None if extra is None else Extra(extra)
+    return Extra(written, like_own=True) if extra is None else Extra(joined(written, extra))
 
 
 def lessons_of(
@@ -220,42 +188,26 @@ def lessons_of(
     own: Dataset | None,
     config: LessonsConfig,
     *,
-    written: bool,
     test: Sequence[str] = (),
     work: Work | None = None,
     events: Events,
 ) -> Lessons:
     """What is taught: own samples as the old model answers them, extra ones, and those that a generator writes."""
-    found = write(old, own, config, test=test, work=work, events=events) if written else None
-    about = None if found is None else {**found.record(), "licences": licences(old, config)}
-    texts = () if found is None else found.texts
+    written = write(old, own, config, test=test, work=work, events=events) if config.synthetic is not None else None
     if own is None:
-        assert found is not None
-        return Lessons(found.data, None, about, texts)
+        assert written is not None
+        return Lessons(written.data, None, written)
     events.step("the old model answers")
-    taught, rows = old.answers(own, events)
-    if config.labels == "data":
-        taught = with_answers_of_data(own, taught, rows)
-    more = read_extra(old, own, config, events)
-    if more is not None and found is not None:
-        return Lessons(taught, Extra(joined(found.data, more)), about, texts)
-    if found is not None:
-        return Lessons(taught, Extra(found.data, like_own=True), about, texts)
-    return Lessons(taught, views_of(old, taught, config, events) if more is None else Extra(more))
-
-
-def licences(old: OldModel, config: LessonsConfig) -> dict[str, str | None]:
-    """Of the models whose words are in the written samples."""
-    models = {"source": old.models.source, "target": old.models.target}
-    known = {name: identity_of(model).get("license") for name, model in models.items()}
-    return known if config.generator is None else {**known, "generator": identity_of(config.generator).get("license")}
+    taught = _own_answered(old, own, config, events)
+    extra = read_extra(old, own, config, events)
+    if written is None and extra is None:
+        return Lessons(taught, views_of(old, taught, config, events))
+    return Lessons(taught, _beside(None if written is None else written.data, extra), written)
 
 
 def samples_of(models: Sides[Model], data: Dataset, heads: Sides[Head] | None) -> DatasetSamples:
     """All samples of a data set, for both models."""
-    objective = choose_objective(data, models)
-    count = len(data)
-    return DatasetSamples(models, data, np.arange(count), heads, count, objective)
+    return DatasetSamples(models, data, np.arange(len(data)), heads, len(data), choose_objective(data, models))
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,26 +274,21 @@ class UpgradeSamples:
         return self.drawn.subset(np.arange(self._judges)).subset(self._answered[1])
 
     @cached_property
-    def _answered(self) -> tuple[Dataset, NDArray[np.int64]]:
+    def _answered(self) -> tuple[Dataset, Rows]:
         assert self.drawn is not None
         return self.old.answers(self.drawn.subset(np.arange(self._judges)), self.events)
 
     @cached_property
     def held_out(self) -> Dataset:
         """The samples that judge, with the old model's answers."""
-        if self.few:
-            return self.written.data.subset(np.arange(self._judges))
-        return self._answered[0]
+        return self.written.data.subset(np.arange(self._judges)) if self.few else self._answered[0]
 
     @cached_property
     def own(self) -> Dataset:
         """The own samples that are taught, with the old model's answers; written ones if there are none."""
         if self._taught_raw is None:
             return self._written_rest
-        found, rows = self.old.answers(self._taught_raw, self.events)
-        if self.config.labels == "data":
-            return with_answers_of_data(self._taught_raw, found, rows)
-        return found
+        return _own_answered(self.old, self._taught_raw, self.config, self.events)
 
     @property
     def _written_rest(self) -> Dataset:
@@ -356,10 +303,5 @@ class UpgradeSamples:
         extra = None if self._taught_raw is None else read_extra(self.old, self._taught_raw, self.config, self.events)
         if extra is not None and not self.config.describe and not self.config.generator and not self.old.writes:
             return Lessons(self.own, Extra(extra))
-        about = {**self.written.record(), "licences": licences(self.old, self.config)}
-        if self.drawn is None:
-            return Lessons(self.own, None, about, self.written.texts)
-        more = self._written_rest
-        if extra is None:
-            return Lessons(self.own, Extra(more, like_own=True), about, self.written.texts)
-        return Lessons(self.own, Extra(joined(more, extra)), about, self.written.texts)
+        beside = None if self.drawn is None else _beside(self._written_rest, extra)
+        return Lessons(self.own, beside, self.written)

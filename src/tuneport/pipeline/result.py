@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..config import DistillConfig, TransferConfig
 from ..errors import TuneportError
+from ..io.state import StateFile
 from ..measure.fitted_heads import fit_head
 from ..measure.samples import DatasetSamples, Samples
 from ..methods import LayerRecord
@@ -26,7 +27,6 @@ from ..pairing import Kept
 from ..task_vectors.vector import TaskVector
 from ..training.distill import teach
 from ..training.division import Extra, hold_out
-from ..training.state import StateFile
 from ..types import Events
 from .comparison import summarize
 

@@ -13,6 +13,7 @@ from ..data.dataset import Dataset
 from ..errors import DataError, TuneportError
 from ..io.output import claimed
 from ..io.sizes import format_bytes
+from ..io.state import StateFile
 from ..measure.fitted_heads import with_teacher_scores
 from ..measure.unseen import Unseen, unseen
 from ..methods import get_method
@@ -23,7 +24,6 @@ from ..report.summary import label_words
 from ..runtime.budget import passes_of
 from ..runtime.passes import Passes
 from ..runtime.resume import Work, fingerprint
-from ..training.state import StateFile
 from ..types import Events, ScaleRule
 from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, summarize, usual_test
 from .estimate import units_of
@@ -253,7 +253,7 @@ def _resume(work: Work, resume: bool, events: Events) -> None:
 def state_file(work: Work) -> StateFile:
     """Where a run keeps the state of its distillation."""
     work.make_folder()
-    return StateFile(work.training_state, fingerprint(work.conditions), work.every)
+    return StateFile(work.training_state, work.conditions, work.every)
 
 
 def finished(work: Work, output: Output) -> dict[str, Any] | None:

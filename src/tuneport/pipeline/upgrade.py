@@ -24,6 +24,7 @@ from ..config import DistillConfig, TransferConfig, TransferInputs, UpgradeConfi
 from ..data.dataset import Dataset
 from ..data.samplers import select
 from ..errors import DataError, MethodError, OptionError, PairingError, TuneportError
+from ..io.state import StateFile
 from ..measure.fitted_heads import before_port, with_teacher_scores
 from ..measure.routes import RouteJudge, RouteScore
 from ..methods import get_method
@@ -34,13 +35,13 @@ from ..outputs import output_of
 from ..processes import by_first
 from ..report.decision import decision, disagreements
 from ..runtime.resume import Work, fingerprint
+from ..synthetic.samples import OldModel
 from ..training.neutral import TOLERANCE, Neutral
-from ..training.state import StateFile
 from ..types import Events, Sides
 from .distill import about_upgrade, deciding, taught
 from .estimate import check_same_shapes
 from .inputs import conditions_of, open_models, read_change
-from .lessons import MOST_SAMPLES, PORTED, Lessons, OldModel, UpgradeSamples, read_own, samples_of
+from .lessons import MOST_SAMPLES, PORTED, Lessons, UpgradeSamples, read_own, samples_of
 from .result import Result
 from .run import check_out, claimed_by_first, finished, refused_whole
 from .transfer import Setup, prepare, run
@@ -328,7 +329,7 @@ class _Routes:
         if work is not None:
             work.make_folder()
             place = work.training_state.with_name(f"{name}.safetensors")
-            saved = StateFile(place, fingerprint({**work.conditions, "route": name}), work.every)
+            saved = StateFile(place, {**work.conditions, "route": name}, work.every)
         samples = samples_of(self.models, lessons.own, self.judge.heads)
         if start is None and self.lessons.old.writes:
             config = DistillConfig.of(steps=self.config.steps, lora=lora, seed=self.config.seed)
@@ -342,8 +343,7 @@ class _Routes:
         asked: Any = with_teacher_scores(self.models, change, samples) if change.fits_head else samples
         more = {"samples": asked, "extra": lessons.extra, "events": events, "saved": saved}
         found = start.distill(self.config.steps, lora=lora, **more)
-        record = found.record if lessons.about is None else {**found.record, "synthetic": lessons.about}
-        return replace(found, record=record, texts=lessons.files(self.config.keep_texts))
+        return replace(found, record={**found.record, **lessons.record()}, texts=lessons.files(self.config.keep_texts))
 
 
 def _reset_memory(model: Model) -> Callable[[], int | None]:

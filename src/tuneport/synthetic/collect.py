@@ -17,14 +17,12 @@ from typing import Any
 
 from ..data.answers import shared_answers
 from ..errors import DataError, first_of
+from ..io.state import StateFile
 from ..models.generation import Sampling
-from ..processes import by_first
 from ..types import Events
-from .filters import Candidate, Filter, Form, NearDuplicates
+from .filters import DUPLICATES, PROBE, Candidate, Filter, form, near_duplicates, shares
 from .generators import Generator
-from .overlap import shares
 from .prompts import Prompts, Request
-from .state import Rounds, TextState
 
 FIRST = 256  # texts of the first round, which shows how many are dropped
 SMALLEST = 32  # texts of a round
@@ -58,6 +56,36 @@ class Goal:
         return max(self.count // 10, 1) if self.fewest is None else self.fewest
 
 
+@dataclass
+class Rounds:
+    """All that a round needs to know of the rounds before it. A text stands with its answer, which may be None."""
+
+    temperature: float
+    rounds: int = 0
+    asked: int = 0
+    extra: int = 0  # rounds since there are enough texts
+    kept: list[tuple[str, str | None]] = field(default_factory=list)
+    spare: list[tuple[str, str | None]] = field(default_factory=list)  # had no place beside the thin answers
+    judged: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, dict[str, int]] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> int:
+        """The number of texts that passed all filters."""
+        return len(self.kept) + len(self.spare)
+
+    def count(self, name: str, reasons: Sequence[str | None]) -> None:
+        """Count the texts that a filter saw and dropped."""
+        self.judged[name] = self.judged.get(name, 0) + len(reasons)
+        counts = Counter(self.dropped.get(name, {})) + Counter(why for why in reasons if why is not None)
+        self.dropped[name] = dict(sorted(counts.items()))
+
+    def lost(self) -> dict[str, int]:
+        """The number of texts that each filter dropped."""
+        return {name: sum(reasons.values()) for name, reasons in self.dropped.items()}
+
+
 @dataclass(frozen=True)
 class Collected:
     """Written texts with the teacher's answers, if it was asked, and how they came about.
@@ -74,15 +102,10 @@ class Collected:
     dropped: Mapping[str, Mapping[str, int]]
     seconds: float = field(compare=False)
 
-    @property
-    def shares(self) -> dict[str, float]:
-        """The share of each answer."""
-        return shares(self.answers or ())
-
     def record(self) -> dict[str, Any]:
-        """All but the texts, as plain values."""
+        """All but the texts, as plain values, and the share of each answer."""
         known = {key: value for key, value in asdict(self).items() if key not in ("texts", "answers")}
-        return {**known, "texts": len(self.texts), "shares": self.shares}
+        return {**known, "texts": len(self.texts), "shares": shares(self.answers or ())}
 
 
 def collect(
@@ -93,7 +116,7 @@ def collect(
     answer: Answer | None = None,
     filters: Sequence[Filter] | None = None,
     judges: Sequence[Filter] = (),
-    state: TextState | None = None,
+    state: StateFile | None = None,
     events: Events | None = None,
 ) -> Collected:
     """Collect texts until there are enough or the rounds are used up.
@@ -107,25 +130,23 @@ def collect(
     Raises:
         DataError: what is known of the task cannot bring it.
     """
-    if filters is None:
-        filters = (Form.of(prompts), NearDuplicates(prompts.seeds))
+    filters = [form(prompts), near_duplicates(prompts.seeds)] if filters is None else filters
     names = [one.name for one in (*filters, *judges)]
-    conditions = {"generator": generator.name, "prompts": asdict(prompts), "goal": asdict(goal), "filters": names}
-    saved = by_first(lambda: state.load(conditions)) if state is not None else None
-    now, events = saved or Rounds(goal.temperature), events or Events()
+    if state is not None:
+        state = replace(state, conditions=[state.conditions, generator.name, asdict(prompts), asdict(goal), names])
+    now, events = _begin(goal, state), events or Events()
     events.plan(expected := _left(now, goal))
     while not _complete(now, goal, labels_of(now, prompts)):
-        started, left = time.perf_counter(), _left(now, goal)
+        started, left, before = time.perf_counter(), _left(now, goal), now.lost()
         events.extend(left - expected)
         choices = labels_of(now, prompts)
         requests = _requests(now, prompts, goal, choices)
         expected = left - len(requests)
-        sampling = Sampling(goal.max_new_tokens, now.temperature, goal.top_p, prompts.stops, _seed(goal, now.round))
+        sampling = Sampling(goal.max_new_tokens, now.temperature, goal.top_p, prompts.stops, _seed(goal, now.rounds))
         written = generator.write([request.prompt for request in requests], sampling, events.advance)
-        texts = [prompts.sample(r, w.text) for r, w in zip(requests, written, strict=True)]
-        new = [Candidate(text, w.finished) for text, w in zip(texts, written, strict=True)]
+        pairs = zip(requests, written, strict=True)
+        new = [Candidate(prompts.sample(request, one.text), one.finished) for request, one in pairs]
         kept = [text for text, _ in (*now.kept, *now.spare)]
-        before = {name: sum(now.dropped.get(name, {}).values()) for name in names}
         for one in filters:
             new = _filtered(one, new, kept, now)
         if answer is not None:
@@ -133,66 +154,66 @@ def collect(
         for one in judges:
             new = _filtered(one, new, kept, now)
         _place(now, new, goal, choices)
-        dropped = {name: sum(now.dropped.get(name, {}).values()) - count for name, count in before.items()}
+        lost = now.lost()
+        dropped = {name: lost[name] - before.get(name, 0) for name in names}
         now.temperature = _temperature(now.temperature, goal, dropped, len(requests))
-        now.round, now.asked = now.round + 1, now.asked + len(requests)
+        now.rounds, now.asked = now.rounds + 1, now.asked + len(requests)
         now.extra += now.good >= goal.count
         now.seconds += time.perf_counter() - started
         if state is not None:
-            by_first(lambda: state.save(conditions, now))
+            state.save({}, asdict(now))
     found = _without_rare(now, prompts)[: goal.count]
-    collected = Collected(
-        tuple(text for text, _ in found),
-        None if answer is None else tuple(str(given) for _, given in found),
-        now.asked,
-        now.round,
-        now.temperature,
-        now.judged,
-        now.dropped,
-        now.seconds,
-    )
+    answers = None if answer is None else tuple(str(given) for _, given in found)
+    texts, judged = tuple(text for text, _ in found), (now.judged, now.dropped, now.seconds)
+    collected = Collected(texts, answers, now.asked, now.rounds, now.temperature, *judged)
     check(collected, goal, prompts)
     return collected
 
 
+def _begin(goal: Goal, state: StateFile | None) -> Rounds:
+    """No round, or those of a killed run."""
+    saved = None if state is None else state.load()
+    if saved is None:
+        return Rounds(goal.temperature)
+    found = Rounds(**saved[1])
+    found.kept, found.spare = ([(text, given) for text, given in rows] for rows in (found.kept, found.spare))
+    return found
+
+
 def check(collected: Collected, goal: Goal, prompts: Prompts) -> None:
     """Raise a DataError if the texts cannot bring the task, with what was dropped and what to do."""
-    count, given, choices = len(collected.texts), collected.shares, prompts.choices
-    told, seen = sum(collected.dropped.get("probe", {}).values()), collected.judged.get("probe", 0)
+    count, given, choices = len(collected.texts), shares(collected.answers or ()), prompts.choices
+    told, seen = sum(collected.dropped.get(PROBE, {}).values()), collected.judged.get(PROBE, 0)
+    more = "Give more seed samples" if prompts.seeds else "Give seed samples"
+    advice = f"{more}, a sentence that says more (`describe`), or another `generator`."
     if told > TOLD * seen:
         raise DataError(
-            f"a probe tells {told} of {seen} written texts from own samples at once: they are of another kind. "
-            f"{_advice(prompts)}"
+            f"a probe tells {told} of {seen} written texts from own samples at once: they are of another kind. {advice}"
         )
     if count < goal.least:
         reasons = Counter({f"{why} ({name})": n for name, d in collected.dropped.items() for why, n in d.items()})
         listed = first_of([f"{why} {n}" for why, n in reasons.most_common()], 5)
         raise DataError(
             f"only {count} of {collected.asked} written texts can be used, and {goal.least} are needed; dropped: "
-            f"{listed}. {_advice(prompts)}"
+            f"{listed}. {advice}"
         )
     own = max(shares(prompts.answers).values(), default=0.0)
     if len(choices) > 1 and (max(given.values()) > max(COLLAPSED, own) or len(given) < FEW_ANSWERS * len(choices)):
         listed = first_of([f"{name} {100 * share:.0f} %" for name, share in given.items()], 3)
         raise DataError(
             f"the teacher gives {count} written texts {len(given)} of {len(choices)} answers ({listed}): they do not "
-            f"show the task. {_advice(prompts)}"
+            f"show the task. {advice}"
         )
-
-
-def _advice(prompts: Prompts) -> str:
-    more = "Give more seed samples" if prompts.seeds else "Give seed samples"
-    return f"{more}, a sentence that says more (`describe`), or another `generator`."
 
 
 def _complete(now: Rounds, goal: Goal, choices: Sequence[str]) -> bool:
     """Whether there are enough texts, or no hope of enough."""
-    if len(now.kept) >= goal.count or now.round >= goal.rounds:
+    if len(now.kept) >= goal.count or now.rounds >= goal.rounds:
         return True
     if now.good >= goal.count and (not choices or now.extra > TOP_UPS):
         return True
-    expected = now.good * (1 + (goal.rounds - now.round) * goal.largest / max(now.asked, 1))
-    return now.round >= 3 and expected < goal.least
+    expected = now.good * (1 + (goal.rounds - now.rounds) * goal.largest / max(now.asked, 1))
+    return now.rounds >= 3 and expected < goal.least
 
 
 def _seed(goal: Goal, number: int) -> int:
@@ -222,11 +243,12 @@ def labels_of(now: Rounds, prompts: Prompts) -> tuple[str, ...]:
 
 def _without_rare(now: Rounds, prompts: Prompts) -> list[tuple[str, str | None]]:
     """All texts, without those whose answer is no label although answers are labels."""
-    found, labels = now.kept + now.spare, {*labels_of(now, prompts), *prompts.answers}
-    if not labels_of(now, prompts):
+    found, labels = now.kept + now.spare, labels_of(now, prompts)
+    if not labels:
         return found
-    now.count(RARE, [None if given in labels else "given to few texts" for _, given in found])
-    return [(text, given) for text, given in found if given in labels]
+    known = {*labels, *prompts.answers}
+    now.count(RARE, [None if given in known else "given to few texts" for _, given in found])
+    return [(text, given) for text, given in found if given in known]
 
 
 def _left(now: Rounds, goal: Goal) -> int:
@@ -238,7 +260,7 @@ def _left(now: Rounds, goal: Goal) -> int:
 def _requests(now: Rounds, prompts: Prompts, goal: Goal, choices: Sequence[str]) -> list[Request]:
     """What is asked in this round: half of it answer by answer, if answers are thin."""
     missing = goal.count - len(now.kept)
-    count = min(_left(now, goal), goal.largest if now.round else FIRST)
+    count = min(_left(now, goal), goal.largest if now.rounds else FIRST)
     lacking = {} if prompts.passages else _lacking(now, goal, choices)
     named = (count if missing <= sum(lacking.values()) else count // 2) if lacking else 0
     found = prompts.requests(now.asked, count - named)
@@ -258,13 +280,12 @@ def _filtered(one: Filter, new: Sequence[Candidate], kept: Sequence[str], now: R
 
 
 def _answered(answer: Answer, new: Sequence[Candidate], choices: Sequence[str], now: Rounds) -> list[Candidate]:
-    """The texts with the teacher's answers, without those that are not among the choices."""
+    """The texts with the teacher's answers, without those that are not among the choices, or not ended."""
     given = answer([candidate.text for candidate in new]) if new else []
-    if not choices:
-        now.count(UNKNOWN, [None if one else "without an end" for one in given])
-        return [replace(c, answer=one) for c, one in zip(new, given, strict=True) if one]
-    now.count(UNKNOWN, [None if one in choices else "not among the answers" for one in given])
-    return [replace(c, answer=one) for c, one in zip(new, given, strict=True) if one in choices]
+    wanted = [one in choices if choices else bool(one) for one in given]
+    now.count(UNKNOWN, [None if fits else "not among the answers" if choices else "without an end" for fits in wanted])
+    rows = zip(new, given, wanted, strict=True)
+    return [replace(candidate, answer=one) for candidate, one, fits in rows if fits]
 
 
 def _place(now: Rounds, new: Sequence[Candidate], goal: Goal, choices: Sequence[str]) -> None:
@@ -282,7 +303,7 @@ def _place(now: Rounds, new: Sequence[Candidate], goal: Goal, choices: Sequence[
 
 def _temperature(old: float, goal: Goal, dropped: Mapping[str, int], asked: int) -> float:
     """Cooler if most texts are unlike the seed samples, hotter if many are like each other."""
-    twice = dropped.get(NearDuplicates.name, 0)
+    twice = dropped.get(DUPLICATES, 0)
     unlike = sum(dropped.values()) - twice
     step = -0.1 if unlike > 0.5 * asked else 0.1 if twice > 0.3 * asked else 0.0
     return round(min(max(old + step, goal.coolest), goal.hottest), 3)

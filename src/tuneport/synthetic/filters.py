@@ -1,7 +1,7 @@
 """Filters of written texts, in this order: form, near duplicates, the teacher's doubt, a probe.
 
-A filter gives the reason why it drops a text, or None; it keeps no state, so that a run that is resumed drops the same
-texts. All that it compares with comes from the seed samples, never from test samples.
+A filter keeps no state, so that a run that is resumed drops the same texts. All that it compares with comes from the
+seed samples; test samples are only compared with what was kept, at the end.
 """
 
 from __future__ import annotations
@@ -9,21 +9,38 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import TuneportError, is_text
-from .overlap import words_of
 from .prompts import Prompts
 
 Floats = NDArray[np.floating]
-Reasons = list[str | None]
 Likelihood = Callable[[Sequence[str], Sequence[str]], Floats]  # of texts and their answers: mean over tokens, (N,)
 Features = Callable[[Sequence[str]], Floats]  # of texts: (N, d)
+
+WORD = re.compile(r"\w+")
+RUN = 13  # words in a row that two texts do not share by chance
+ECHO = 8  # words in a row that a text does not share with the instruction by chance
+UNTOLD = (8, 400)  # characters of a text if there are no seed samples
+UNTOLD_PASSAGE = (100, 20_000)
+TAG = re.compile(r"</?\w+[^<>]*>|https?://")  # of a web page, not of a sample
+FEW_WORDS = 0.4  # the least share of different words in a long text
+BLOCK = 256  # texts that are compared with all others at a time
+ALIKE = 0.7  # the Jaccard index of near duplicates
+PIECE = 4  # characters
+SHARE = 0.05  # of the seed samples that may be doubtful
+CERTAIN = math.log(0.5)  # mean log-likelihood of an answer that is not doubtful
+FEWEST = 10  # own samples that a probe can learn from
+FOLDS = 5
+FAR = 3.0  # standard deviations of own samples
+STRENGTH = 1e-3  # a stronger probe tells few samples apart by chance
+DUPLICATES, PROBE = "near duplicates", "probe"
 
 
 @dataclass(frozen=True)
@@ -35,199 +52,127 @@ class Candidate:
     answer: str | None = None
 
 
-class Filter(Protocol):
-    """Says why texts are dropped."""
-
-    @property
-    def name(self) -> str: ...
-
-    def reasons(self, candidates: Sequence[Candidate], kept: Sequence[str]) -> Reasons:
-        """Why each candidate is dropped, or None; `kept` are the texts of earlier rounds."""
-
-
-ECHO = 8  # words in a row that a text does not share with the instruction by chance
-UNTOLD = (8, 400)  # characters of a text if there are no seed samples
-UNTOLD_PASSAGE = (100, 20_000)
-TAG = re.compile(r"</?\w+[^<>]*>|https?://")  # of a web page, not of a sample
-FEW_WORDS = 0.4  # the least share of different words in a long text
-
-
 @dataclass(frozen=True)
-class Form:
-    """Whether a text looks like the seed samples: its length, its lines, its last mark, and no echo of the prompt.
+class Filter:
+    """Says why texts are dropped: `reasons` has None for each candidate that stays.
 
-    >>> form = Form.of(Prompts(("Who is she ?", "What time is it now ?")))
-    >>> form.reasons([Candidate("Where is it ?"), Candidate("Where is it"), Candidate("?")], [])
-    [None, 'other ending', 'too short']
+    It gets the candidates and the texts of earlier rounds.
     """
 
-    shortest: int
-    longest: int
-    one_line: bool
-    finished: bool
-    markup: bool
-    endings: frozenset[str]
-    headers: tuple[str, ...]
-    name: str = "form"
+    name: str
+    reasons: Callable[[Sequence[Candidate], Sequence[str]], list[str | None]]
 
-    @classmethod
-    def of(cls, prompts: Prompts) -> Form:
-        """The form of the seed samples, with lengths from half to twice theirs."""
-        seeds = [seed.strip() for seed in prompts.seeds if seed.strip()]
-        lengths = [len(seed) for seed in seeds]
-        low, high = UNTOLD_PASSAGE if prompts.passages else UNTOLD
-        low, high = (min(lengths) // 2, max(lengths) * 2) if lengths else (low, high)
-        marks = frozenset(seed[-1] for seed in seeds)
-        punctuated = (
-            len(seeds) > 1
-            and not prompts.passages
-            and all(unicodedata.category(mark).startswith("P") for mark in marks)
-        )
-        endings = marks if punctuated else frozenset()
-        markup = any(TAG.search(seed) for seed in seeds)
-        return cls(max(low, 1), high, prompts.one_line, not prompts.passages, markup, endings, prompts.headers)
 
-    def reasons(self, candidates: Sequence[Candidate], kept: Sequence[str]) -> Reasons:
-        """Why each text is unlike the seed samples."""
-        del kept
-        return [self._reason(candidate) for candidate in candidates]
+def form(prompts: Prompts) -> Filter:
+    """Whether a text looks like the seed samples: its length, its lines, its last mark, and no echo of the prompt.
 
-    def _reason(self, candidate: Candidate) -> str | None:
+    >>> looks = form(Prompts(("Who is she ?", "What time is it now ?")))
+    >>> looks.reasons([Candidate("Where is it ?"), Candidate("Where is it"), Candidate("?")], [])
+    [None, 'other ending', 'too short']
+    """
+    seeds = [seed.strip() for seed in prompts.seeds if seed.strip()]
+    lengths, marks = [len(seed) for seed in seeds], {seed[-1] for seed in seeds}
+    low, high = UNTOLD_PASSAGE if prompts.passages else UNTOLD
+    low, high = (max(min(lengths) // 2, 1), max(lengths) * 2) if lengths else (low, high)
+    markup = any(TAG.search(seed) for seed in seeds)
+    punctuated = all(unicodedata.category(mark).startswith("P") for mark in marks)
+    ends = marks if len(seeds) > 1 and punctuated and not prompts.passages else None
+    told = _runs(map(words_of, prompts.headers), ECHO)
+
+    def reason(candidate: Candidate) -> str | None:
         text, words = candidate.text.strip(), words_of(candidate.text)
+        echo = any(text.lower().startswith(header.lower()) for header in prompts.headers)
         checks = {
             "unreadable": not is_text(text) or "\ufffd" in text,
-            "unfinished": self.finished and not candidate.finished,
-            "too short": len(text) < self.shortest,
-            "too long": len(text) > self.longest,
-            "several lines": self.one_line and "\n" in text,
-            "markup": not self.markup and TAG.search(text) is not None,
-            "echo of the prompt": self._echoes(text, words),
+            "unfinished": not prompts.passages and not candidate.finished,
+            "too short": len(text) < low,
+            "too long": len(text) > high,
+            "several lines": prompts.one_line and "\n" in text,
+            "markup": not markup and TAG.search(text) is not None,
+            "echo of the prompt": echo or not told.isdisjoint(_runs([words], ECHO)),
             "repetition": len(words) >= 10 and len(set(words)) < FEW_WORDS * len(words),
-            "other ending": bool(self.endings) and text[-1:] not in self.endings,
+            "other ending": ends is not None and text[-1:] not in ends,
         }
-        return next((reason for reason, holds in checks.items() if holds), None)
+        return next((why for why, holds in checks.items() if holds), None)
 
-    def _echoes(self, text: str, words: tuple[str, ...]) -> bool:
-        if any(text.lower().startswith(header.lower()) for header in self.headers):
-            return True
-        runs = {words[at : at + ECHO] for at in range(len(words) - ECHO + 1)}
-        told = [words_of(header) for header in self.headers] if runs else []
-        return any(header[at : at + ECHO] in runs for header in told for at in range(len(header) - ECHO + 1))
+    return Filter("form", lambda candidates, _: [reason(each) for each in candidates])
 
 
-BLOCK = 256  # texts that are compared with all others at a time
-
-
-@dataclass(frozen=True)
-class NearDuplicates:
+def near_duplicates(seeds: Sequence[str]) -> Filter:
     """Whether a text is nearly a seed sample or a text before it: the Jaccard index of their runs of four characters.
 
     All pairs are compared, by products of sparse matrices.
     """
 
-    seeds: tuple[str, ...] = ()
-    threshold: float = 0.7
-    size: int = 4
-    name: str = "near duplicates"
-
-    def reasons(self, candidates: Sequence[Candidate], kept: Sequence[str]) -> Reasons:
-        """Why each text is no new one."""
+    def reasons(candidates: Sequence[Candidate], kept: Sequence[str]) -> list[str | None]:
         from sklearn.feature_extraction.text import CountVectorizer
 
-        texts = [*self.seeds, *kept, *(candidate.text for candidate in candidates)]
-        first = len(texts) - len(candidates)
+        texts = [*seeds, *kept, *(candidate.text for candidate in candidates)]
         if not texts:
             return []
-        rows = CountVectorizer(analyzer=self._pieces, dtype=np.int32).fit_transform(texts)  # (texts, runs of letters)
-        sizes = np.diff(rows.indptr)
-        alive = np.ones(len(texts), dtype=bool)
-        found: Reasons = []
-        for start in range(first, len(texts), BLOCK):
+        rows = CountVectorizer(analyzer=_pieces, dtype=np.int32).fit_transform(texts)  # (texts, runs of letters)
+        sizes, alive = np.diff(rows.indptr), np.ones(len(texts), dtype=bool)
+        found: list[str | None] = []
+        for start in range(len(texts) - len(candidates), len(texts), BLOCK):
             stop = min(start + BLOCK, len(texts))
             shared = (rows[start:stop] @ rows[:stop].T).toarray()
-            alike = shared >= self.threshold * (sizes[start:stop, None] + sizes[None, :stop] - shared)
+            alike = shared >= ALIKE * (sizes[start:stop, None] + sizes[None, :stop] - shared)
             for place in range(start, stop):
                 near = np.flatnonzero(alike[place - start, :place] & alive[:place])
                 alive[place] = not len(near)
-                like_seed = len(near) and near[0] < len(self.seeds)
-                found.append(None if alive[place] else "like a seed" if like_seed else "like another")
+                found.append(None if alive[place] else "like a seed" if near[0] < len(seeds) else "like another")
         return found
 
-    def _pieces(self, text: str) -> set[str]:
-        """The different runs of characters of a text."""
-        plain = re.sub(r"[\W_]+", " ", text.lower()).strip() or text
-        return {plain[at : at + self.size] for at in range(max(len(plain) - self.size + 1, 1))}
+    return Filter(DUPLICATES, reasons)
 
 
-SHARE = 0.05  # of the seed samples that may be doubtful
-CERTAIN = math.log(0.5)  # mean log-likelihood of an answer that is not doubtful
+def _pieces(text: str) -> set[str]:
+    """The different runs of characters of a text."""
+    plain = re.sub(r"[\W_]+", " ", text.lower()).strip() or text
+    return {plain[at : at + PIECE] for at in range(max(len(plain) - PIECE + 1, 1))}
 
 
-@dataclass(frozen=True, eq=False)
-class Doubt:
+def doubt(seeds: Sequence[str], answers: Sequence[str], tuned: Likelihood, base: Likelihood) -> Filter:
     """Whether the teacher doubts its answer, or its fine-tune makes the answer less likely.
 
-    The bounds are those of the seed samples, but never stricter than a mean likelihood of one half and no loss by the
-    fine-tune: the teacher may know seed samples by heart.
+    The bounds drop at most a share of the seed samples, but are never stricter than a mean likelihood of one half and
+    no loss by the fine-tune: the teacher may know seed samples by heart. `base` measures without the fine-tune.
     """
 
-    tuned: Likelihood  # the likelihood of answers by the fine-tuned model
-    base: Likelihood  # the same without the fine-tune
-    least: float = CERTAIN  # the least mean log-likelihood
-    least_gain: float = 0.0  # the least difference to the model without the fine-tune
-    name: str = "the teacher's doubt"
+    def measured(texts: Sequence[str], answers: Sequence[str]) -> tuple[Floats, Floats]:
+        found = np.asarray(tuned(texts, answers), dtype=np.float64)
+        return found, found - np.asarray(base(texts, answers), dtype=np.float64)
 
-    @classmethod
-    def of(cls, seeds: Sequence[str], answers: Sequence[str], tuned: Likelihood, base: Likelihood) -> Doubt:
-        """The doubt that drops at most a share of the seed samples."""
-        if not seeds:
-            return cls(tuned, base)
-        found = np.asarray(tuned(seeds, answers), dtype=np.float64)
-        least = min(float(np.quantile(found, SHARE)), CERTAIN)
-        gain = found - np.asarray(base(seeds, answers), dtype=np.float64)
-        return cls(tuned, base, least, min(float(np.quantile(gain, SHARE)), 0.0))
+    least, least_gain = CERTAIN, 0.0
+    if seeds:
+        sure, gains = measured(seeds, answers)
+        least, least_gain = min(float(np.quantile(sure, SHARE)), least), min(float(np.quantile(gains, SHARE)), 0.0)
 
-    def reasons(self, candidates: Sequence[Candidate], kept: Sequence[str]) -> Reasons:
-        """Why the teacher's answer to each text is not worth learning."""
-        del kept
+    def reasons(candidates: Sequence[Candidate], _: Sequence[str]) -> list[str | None]:
         if not candidates:
             return []
-        texts = [candidate.text for candidate in candidates]
-        answers = [candidate.answer or "" for candidate in candidates]
-        tuned = np.asarray(self.tuned(texts, answers), dtype=np.float64)
-        base = np.asarray(self.base(texts, answers), dtype=np.float64)
+        found = measured([each.text for each in candidates], [each.answer or "" for each in candidates])
         return [
-            "doubtful" if not one >= self.least else "no gain by the fine-tune" if not gain >= self.least_gain else None
-            for one, gain in zip(tuned, tuned - base, strict=True)
+            "doubtful" if not one >= least else "no gain by the fine-tune" if not gain >= least_gain else None
+            for one, gain in zip(*found, strict=True)
         ]
 
-
-FEWEST = 10  # own samples that a probe can learn from
-FOLDS = 5
-FAR = 3.0  # standard deviations of own samples
-STRENGTH = 1e-3  # a stronger probe tells few samples apart by chance
+    return Filter("the teacher's doubt", reasons)
 
 
-@dataclass(frozen=True, eq=False)
-class Probe:
+def probe(own: Floats, features: Features, seed: int = 0) -> Filter:
     """Whether a linear probe tells a text from own samples at once, by features such as hidden states.
 
     The probe judges texts that it was not fitted on. With fewer than ten own samples it drops nothing.
     """
 
-    own: Floats
-    features: Features
-    far: float = FAR
-    seed: int = 0
-    name: str = "probe"
-
-    def reasons(self, candidates: Sequence[Candidate], kept: Sequence[str]) -> Reasons:
-        """Why each text is not taken for an own sample."""
-        del kept
-        if len(candidates) < FEWEST or len(self.own) < FEWEST:
+    def reasons(candidates: Sequence[Candidate], _: Sequence[str]) -> list[str | None]:
+        if len(candidates) < FEWEST or len(own) < FEWEST:
             return [None] * len(candidates)
-        written = np.asarray(self.features([candidate.text for candidate in candidates]))
-        return ["told apart" if score > self.far else None for score in tell_apart(self.own, written, self.seed)]
+        written = np.asarray(features([candidate.text for candidate in candidates]))
+        return ["told apart" if score > FAR else None for score in tell_apart(own, written, seed)]
+
+    return Filter(PROBE, reasons)
 
 
 def tell_apart(own: Floats, written: Floats, seed: int = 0) -> NDArray[np.float64]:
@@ -245,8 +190,53 @@ def tell_apart(own: Floats, written: Floats, seed: int = 0) -> NDArray[np.float6
         raise TuneportError("the features of some texts are not finite numbers; run the model in float32.")
     labels = np.repeat([0, 1], [len(own), len(written)])
     folds = StratifiedKFold(min(FOLDS, len(own), len(written)), shuffle=True, random_state=seed)
-    probe = make_pipeline(StandardScaler(), LogisticRegression(C=STRENGTH, class_weight="balanced", max_iter=1000))
-    scores: NDArray[np.float64] = cross_val_predict(probe, rows, labels, cv=folds, method="decision_function")
+    fitted = make_pipeline(StandardScaler(), LogisticRegression(C=STRENGTH, class_weight="balanced", max_iter=1000))
+    scores: NDArray[np.float64] = cross_val_predict(fitted, rows, labels, cv=folds, method="decision_function")
     center, spread = scores[: len(own)].mean(), scores[: len(own)].std(ddof=1)
     found: NDArray[np.float64] = (scores[len(own) :] - center) / max(spread, 1e-12)
     return found
+
+
+def overlap_of(texts: Sequence[str], own: Sequence[str], test: Sequence[str] = ()) -> dict[str, float | None]:
+    """The longest run of words shared with own samples, and the share of texts with a run of 13 of a test sample.
+
+    Without test samples nobody knows that share.
+    """
+    known = _runs(map(words_of, test), RUN)
+    hits = [not known.isdisjoint(_runs([words_of(text)], RUN)) for text in texts]
+    shared = None if not test else sum(hits) / len(texts) if texts else 0.0
+    return {"longest_run": longest_run(texts, own), "test_overlap": shared}
+
+
+def longest_run(texts: Iterable[str], others: Iterable[str]) -> int:
+    """The most words in a row that one of the texts shares with one of the others.
+
+    >>> longest_run(["Who wrote the Iliad?"], ["who wrote the first opera", "the Iliad"])
+    3
+    """
+    first, second = [words_of(text) for text in texts], [words_of(text) for text in others]
+    most = min(max(map(len, first), default=0), max(map(len, second), default=0))
+
+    def absent(length: int) -> bool:  # a shared run holds all shorter ones
+        return _runs(first, length).isdisjoint(_runs(second, length))
+
+    return bisect_left(range(1, most + 1), True, key=absent)
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words of a text, in lower case and without punctuation."""
+    return tuple(WORD.findall(text.lower()))
+
+
+def shares(answers: Sequence[str]) -> dict[str, float]:
+    """The share of each answer, the most frequent first.
+
+    >>> shares(["place", "number", "place", "place"])
+    {'place': 0.75, 'number': 0.25}
+    """
+    counts = Counter(answers)
+    return {answer: counts[answer] / len(answers) for answer in sorted(counts, key=lambda a: (-counts[a], a))}
+
+
+def _runs(texts: Iterable[Sequence[str]], length: int) -> set[tuple[str, ...]]:
+    return {tuple(words[at : at + length]) for words in texts for at in range(len(words) - length + 1)}

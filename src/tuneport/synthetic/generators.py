@@ -44,7 +44,6 @@ class LocalGenerator:
     """A model in memory."""
 
     model: Model  # a causal or an encoder-decoder model
-    batch_size: int | None = None  # rows of a batch, else a number that fits the device
     tuned: Callable[[], AbstractContextManager[None]] = nullcontext  # gives a context in which it writes
 
     @property
@@ -54,7 +53,7 @@ class LocalGenerator:
     def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress = ignore) -> list[Written]:
         """Write the texts, sorted into batches of similar length."""
         with self.tuned():
-            return generate_texts(self.model, prompts, sampling, batch_size=self.batch_size, advance=advance)
+            return generate_texts(self.model, prompts, sampling, advance=advance)
 
 
 @dataclass(frozen=True)

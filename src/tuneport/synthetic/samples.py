@@ -1,4 +1,4 @@
-"""Samples of a task that a generator writes and the teacher answers, from own samples, a sentence, or both.
+"""Samples of a task that a generator writes and the old model answers, from own samples, a sentence, or both.
 
 What all prompts of a task have in common (a system message, an instruction before the text, a word behind it) is found
 in the own samples or given as a template. The generator writes only what differs.
@@ -6,9 +6,11 @@ in the own samples or given as a template. The generator writes only what differ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +18,75 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..config import LessonsConfig
 from ..data.answers import candidates_of, prompt_of, with_answers
 from ..data.dataset import Dataset
-from ..errors import DataError, TuneportError
+from ..errors import DataError, OptionError, TuneportError
+from ..io.state import StateFile
 from ..measure.accuracy import answer_likelihoods, perplexity
-from ..measure.answers import is_choice, is_passages, written_answers
+from ..measure.answers import answered, is_choice, is_passages, written_answers
+from ..measure.fitted_heads import scores_by
 from ..measure.objectives import batch_for
 from ..models.base import Model
-from ..types import Chat, Events
-from .collect import Collected, Goal, collect
-from .filters import Doubt, Filter, Form, NearDuplicates, Probe
+from ..models.heads import Head
+from ..models.weights import finetuned
+from ..task_vectors.vector import TaskVector
+from ..types import Chat, Events, Sides
+from .collect import Goal, collect
+from .filters import Filter, doubt, overlap_of, probe
 from .generators import Generator, LocalGenerator
-from .overlap import overlap_of
 from .prompts import Prompts
-from .state import TextState
 
 MOST_SEEDS = 100  # own samples that a generator sees
 TEXT_TOKENS, MOST_TEXT_TOKENS, PASSAGE_TOKENS = 48, 256, 192  # of a written text
 LETTERS = 3  # of a token, roughly and at least
 TRIED = 16  # seed samples that choose between generators
+FEWEST_PROBED = 10  # seed samples that a probe learns from
+
+
+@dataclass(frozen=True, eq=False)
+class OldModel:
+    """The fine-tuned source: what it answers.
+
+    Args:
+        models: source and target.
+        vector: the change that makes the source the old model.
+        head: the source's, if it classifies.
+    """
+
+    models: Sides[Model]
+    vector: TaskVector
+    head: Head | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether it answers in words."""
+        return self.models.source.generates is not None and self.head is None
+
+    def tuned(self) -> AbstractContextManager[None]:
+        """A context in which the source has its fine-tune."""
+        return finetuned(self.models.source, self.vector)
+
+    def answers(self, data: Dataset, events: Events) -> tuple[Dataset, NDArray[np.int64]]:
+        """Samples with its answers, and the places of those that have one; a classifier is asked while it teaches."""
+        if not self.writes or is_passages(data):
+            return data, np.arange(len(data))
+        with self.tuned():
+            found = answered(self.models.source, data, events.advance)
+        return found.data, found.kept
+
+    def answer(self, data: Dataset) -> list[str]:
+        """Its answer to each sample: what it writes, or the name of a class."""
+        if self.head is None:
+            with self.tuned():
+                return written_answers(self.models.source, data)
+        places = np.asarray(scores_by(self.models.source, self.vector, self.head, data)).argmax(-1)
+        return [self.head.classes[place] for place in places]
+
+    def check_answers_texts(self) -> None:
+        """Refuse a model that cannot answer written samples."""
+        if not self.writes and (self.head is None or self.models.source.inputs.reader is None):
+            raise OptionError("samples can be written for language models and for classifiers of texts alone.")
 
 
 @dataclass(frozen=True)
@@ -88,8 +140,7 @@ def _common(texts: Sequence[str]) -> tuple[str, str]:
         return "", ""
     begin = _prefix(texts)
     cut = max(begin.rfind("\n") + 1, begin.rfind(": ") + 2 if ": " in begin else 0)
-    rest = [text[cut:] for text in texts]
-    end = _prefix([text[::-1] for text in rest])[::-1]
+    end = _prefix([text[cut:][::-1] for text in texts])[::-1]
     at = end.find("\n")
     return begin[:cut], end[at:] if at >= 0 else ""
 
@@ -97,57 +148,30 @@ def _common(texts: Sequence[str]) -> tuple[str, str]:
 def _prefix(texts: Sequence[str]) -> str:
     """What all texts begin with."""
     first, last = min(texts), max(texts)  # all others lie between them
-    pairs = zip(first, last, strict=False)
-    return first[: next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(last)))]
-
-
-@dataclass(frozen=True, eq=False)
-class Teacher:
-    """The old model."""
-
-    model: Model  # its base
-    tuned: Callable[[], AbstractContextManager[None]]  # gives a context in which it has its fine-tune
-    names: Sequence[str] = ()  # the classes of a classifier
-    classify: Any = None  # gives the number of the class of each text
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """What is known of the samples to write."""
-
-    own: Dataset | None = None  # own samples without answers; None if there are none
-    describe: str = ""  # one sentence about them
-    template: str | None = None  # the plain prompt of a text, with {text}
-    count: int = 2000  # samples to write
-    seed: int = 0  # of everything
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))
+    return "".join(letter for letter, _ in same)
 
 
 @dataclass(frozen=True, eq=False)
 class WrittenSamples:
-    """Written samples with the teacher's answers, and what the record says of them."""
+    """Written samples with the old model's answers, and what the record says of them, without a text."""
 
     data: Dataset
     texts: tuple[str, ...]
-    collected: Collected
-    overlap: Mapping[str, float | None]
-    generator: str
-
-    def record(self) -> dict[str, Any]:
-        """Counts, and the share of each answer to choose from, without a text that was written."""
-        free: dict[str, Any] = {"shares": {}} if self.data.answers == "teacher" else {}
-        return {"generator": self.generator, **self.collected.record(), **self.overlap, **free}
+    record: Mapping[str, Any]
 
 
 def write_samples(
-    teacher: Teacher,
+    old: OldModel,
     generator: Generator,
-    task: Task,
+    own: Dataset | None,
+    config: LessonsConfig,
     *,
     test: Sequence[str] = (),
-    state: TextState | None = None,
+    state: StateFile | None = None,
     events: Events | None = None,
 ) -> WrittenSamples:
-    """Let a generator write samples of a task, and the teacher answer them; passages the teacher writes itself.
+    """Let a generator write samples of a task, and the old model answer them; passages it writes itself.
 
     `test` are texts of a test split, which are compared with what was written, and nothing else. `state` keeps the
     state of the run, and gives back that of a killed one.
@@ -155,57 +179,52 @@ def write_samples(
     Raises:
         DataError: what is known of the task cannot bring it.
     """
-    own, events = task.own, events or Events()
-    passages = own is not None and is_passages(own) and teacher.classify is None and task.template is None
-    passages = passages or (own is None and not task.describe)
+    old.check_answers_texts()
+    model, describe, template = old.models.source, config.describe or "", config.template
+    passages = not describe if own is None else old.writes and template is None and is_passages(own)
     if passages:
-        generator = LocalGenerator(teacher.model, tuned=teacher.tuned)
-    frame = Frame() if passages else Frame.of(own or Dataset([], None, ()), task.template)
+        generator = LocalGenerator(model, old.tuned)
+    frame = Frame() if passages else Frame.of(own or Dataset([], None, ()), template)
     seeds = [] if own is None else [frame.text(sample) for sample in own.inputs[:MOST_SEEDS]]
-    choices = _choices(own) if teacher.classify is None else tuple(teacher.names)
-    prompts = Prompts(tuple(seeds), task.describe, (), passages, seed=task.seed, choices=choices)
+    choices = _choices(own) if old.head is None else tuple(old.head.classes)
+    prompts = Prompts(tuple(seeds), describe, (), passages, seed=config.seed, choices=choices)
 
     def asked(texts: Sequence[str]) -> Dataset:
         samples = [frame.sample(text) for text in texts]
-        if choices and teacher.classify is None:
+        if choices and old.writes:
             return Dataset(samples, None, (), choices=[list(choices)] * len(samples))
-        return Dataset(samples, None, (), answers="data" if teacher.classify is not None else "none")
+        return Dataset(samples, None, (), answers="none" if old.writes else "data")
 
-    def answer(texts: Sequence[str]) -> list[str]:
-        with teacher.tuned():
-            if teacher.classify is not None:
-                return [teacher.names[place] for place in teacher.classify(asked(texts))]
-            return written_answers(teacher.model, asked(texts))
+    def likelihood(texts: Sequence[str], given: Sequence[str]) -> NDArray[np.floating]:
+        return answer_likelihoods(model, with_answers(asked(texts), [one or " ." for one in given]))
+
+    def tuned(texts: Sequence[str], given: Sequence[str]) -> NDArray[np.floating]:
+        with old.tuned():
+            return likelihood(texts, given)
 
     if seeds and not passages:
-        prompts = replace(prompts, answers=tuple(answer(seeds)))
-    filters: list[Filter] = [Form.of(prompts), NearDuplicates(tuple(seeds))]
+        prompts = replace(prompts, answers=tuple(old.answer(asked(seeds))))
     judges: list[Filter] = []
-    if not passages and teacher.classify is None:
-        judges.append(_doubt(teacher, asked, seeds, prompts.answers))
-    if len(seeds) >= 10 and teacher.model.architecture.layers and not passages:
-        probed = _features(teacher.model, seeds)
-        judges.append(Probe(probed, lambda texts: _features(teacher.model, texts), seed=task.seed))
+    if not passages and old.writes:
+        known = [(seed, answer) for seed, answer in zip(seeds, prompts.answers, strict=True) if answer]
+        judges.append(doubt([seed for seed, _ in known], [answer for _, answer in known], tuned, likelihood))
+    if len(seeds) >= FEWEST_PROBED and model.architecture.layers and not passages:
+        judges.append(probe(_features(model, seeds), lambda texts: _features(model, texts), config.seed))
     longest = max(map(len, seeds), default=0)
     most = min(max(TEXT_TOKENS, 2 * longest // LETTERS), MOST_TEXT_TOKENS)
     if passages:  # they need not end, and are no longer than the own ones
         most = min(longest // LETTERS, PASSAGE_TOKENS) or PASSAGE_TOKENS
-    goal = Goal(task.count, max_new_tokens=most, seed=task.seed)
-    found = collect(
-        generator,
-        prompts,
-        goal,
-        answer=None if passages else answer,
-        filters=filters,
-        judges=judges,
-        state=state,
-        events=events,
-    )
-    data = asked(found.texts) if not passages else Dataset(list(found.texts), None, ())
-    if not passages and teacher.classify is None and not choices:
+    goal = Goal(config.synthetic or 0, max_new_tokens=most, seed=config.seed)
+    answer = None if passages else lambda texts: old.answer(asked(texts))
+    found = collect(generator, prompts, goal, answer=answer, judges=judges, state=state, events=events)
+    data = Dataset(list(found.texts), None, ()) if passages else asked(found.texts)
+    if not passages and old.writes and not choices:
         data = replace(with_answers(data, list(found.answers or ())), answers="teacher")
     name = generator.name if "://" in generator.name else Path(generator.name).name  # without folders; or an address
-    return WrittenSamples(data, found.texts, found, overlap_of(found.texts, seeds, test), name)
+    record = {"generator": name, **found.record(), **overlap_of(found.texts, seeds, test)}
+    if data.answers == "teacher":  # each is a text
+        record["shares"] = {}
+    return WrittenSamples(data, found.texts, record)
 
 
 def _choices(own: Dataset | None) -> tuple[str, ...]:
@@ -214,20 +233,6 @@ def _choices(own: Dataset | None) -> tuple[str, ...]:
         return ()
     each = [tuple(answers) for answers in candidates_of(own)]
     return each[0] if all(answers == each[0] for answers in each) else ()
-
-
-def _doubt(teacher: Teacher, asked: Any, seeds: Sequence[str], answers: Sequence[str]) -> Doubt:
-    """The filter of answers that the teacher doubts."""
-
-    def likelihood(texts: Sequence[str], given: Sequence[str]) -> NDArray[np.floating]:
-        return answer_likelihoods(teacher.model, with_answers(asked(texts), [one or " ." for one in given]))
-
-    def tuned(texts: Sequence[str], given: Sequence[str]) -> NDArray[np.floating]:
-        with teacher.tuned():
-            return likelihood(texts, given)
-
-    known = [(seed, answer) for seed, answer in zip(seeds, answers, strict=True) if answer]
-    return Doubt.of([seed for seed, _ in known], [answer for _, answer in known], tuned, likelihood)
 
 
 def _features(model: Model, texts: Sequence[str]) -> NDArray[np.floating]:
@@ -249,22 +254,21 @@ def _features(model: Model, texts: Sequence[str]) -> NDArray[np.floating]:
     return np.concatenate(rows)
 
 
-def better_generator(first: Model, second: Model, task: Task) -> Model:
+def better_generator(first: Model, second: Model, own: Dataset | None, config: LessonsConfig) -> Model:
     """The model that finds seed samples likelier after others, per character; the first if there are few of them."""
-    own = task.own
     if own is None or len(own) < 4:
         return first
-    frame = Frame.of(own, task.template)
+    frame = Frame.of(own, config.template)
     texts = [frame.text(sample) for sample in own.inputs[: 2 * TRIED]]
     shown, asked = texts[: len(texts) // 2], texts[len(texts) // 2 :]
-    prompts = Prompts(tuple(shown), task.describe)
-    data = Dataset([prompts.requests(0, 1)[0].prompt] * len(asked), None, (), targets=asked)
-    scores = []
-    for model in (first, second):
+    prompt = Prompts(tuple(shown), config.describe or "").requests(0, 1)[0].prompt
+    data = Dataset([prompt] * len(asked), None, (), targets=asked)
+
+    def surprise(model: Model) -> float:
         try:
-            scores.append(perplexity(model, data).bits_per_character)
+            found = perplexity(model, data).bits_per_character
         except TuneportError:
-            scores.append(None)
-    if scores[0] is None or scores[1] is None:
-        return second if scores[1] is not None else first
-    return second if scores[1] < scores[0] else first
+            found = None
+        return math.inf if found is None else found
+
+    return second if surprise(second) < surprise(first) else first

@@ -26,6 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..config import DistillConfig
 from ..data.dataset import joined
 from ..errors import TuneportError
+from ..io.state import StateFile
 from ..measure.samples import DatasetSamples, Samples
 from ..measure.signals import frozen
 from ..models.base import Model
@@ -40,7 +41,6 @@ from .division import Extra, comparable, divide, schedule_of
 from .loop import Pace, Schedule, passes, run_steps
 from .matching import NONE, Matching, matching_of, unlabelled
 from .neutral import TOLERANCE, Neutral
-from .state import StateFile
 from .student import student_of
 
 FEWEST_OF_BATCH = 2  # a batch of one has no other sample to be compared or blended with
