@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace, dtype: str, kind: str, way: str) -> lis
     steps = [end - begun for begun, end in zip(moments[1:-1:2], moments[2::2], strict=True)]
     late = steps[len(steps) // 2 :]  # shapes have come back by then
     seconds = median(late)
-    return [found.matching, dtype, way, 1000 * seconds, 1 / seconds, (peak.before + peak.bytes) / 2**30]
+    return [found["matching"], dtype, way, 1000 * seconds, 1 / seconds, (peak.before + peak.bytes) / 2**30]
 
 
 def main() -> None:

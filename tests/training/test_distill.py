@@ -189,7 +189,7 @@ class TestStudent:
                 if isinstance(part, nn.Dropout):
                     part.p = rate
             found = distill.distill(samples, student, DistillConfig(steps=4))
-            learnt.append((state(student), found.curve))
+            learnt.append((state(student), found["curve"]))
         assert learnt[0][1] == learnt[1][1]
         assert all(torch.equal(tensor, learnt[1][0][name]) for name, tensor in learnt[0][0].items())
 

@@ -24,7 +24,7 @@ from tuneport.models.open import open_model
 from tuneport.pipeline.lessons import samples_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.augment import Reader, _encode
-from tuneport.training.distill import Distilled, Mark, distill, last_is_best
+from tuneport.training.distill import Mark, distill, last_is_best
 from tuneport.training.division import OWN, OWN_OF_WRITTEN, Extra, divide
 from tuneport.training.loop import Schedule
 from tuneport.training.matching import matching_of, unlabelled
@@ -117,9 +117,9 @@ class TestExtra:
         student = student_of(models.target, TaskVector({}), None, 0).module
         config = DistillConfig.of(steps=1)
         found = distill(own(models, 10), student, config, extra=extra(40, like_own=True))
-        assert (found.samples, found.extra, found.held_out) == (10, 30, 10)
+        assert (found["samples"], found["extra"], found["held_out"]) == (10, 30, 10)
         found = distill(own(models, 10), student, config, extra=extra(40))
-        assert (found.samples, found.extra, found.held_out, found.again) == (10, 40, 5, 1)
+        assert (found["samples"], found["extra"], found["held_out"], found["again"]) == (10, 40, 5, 1)
 
     @pytest.mark.parametrize("beside", [False, True])
     def test_few_own_samples_are_all_taught_in_the_end(
@@ -127,7 +127,7 @@ class TestExtra:
     ) -> None:
         """If the state has improved; a sample that judges changes what is written then, and else does not."""
 
-        def trained(better: bool, place: int | None) -> tuple[Distilled, dict[str, Tensor]]:
+        def trained(better: bool, place: int | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
             monkeypatch.setattr("tuneport.training.distill.last_is_best", lambda curve, *_: better or len(curve) == 1)
             inputs = list(PROMPTS[:10])
             if place is not None:
@@ -139,10 +139,10 @@ class TestExtra:
             return found, {name: each.detach().clone() for name, each in student.named_parameters()}
 
         (plain, weights), (_, others) = trained(True, None), trained(True, 9)
-        assert (plain.best, plain.again, plain.samples, plain.held_out) == (3, 3, 10, 5)
+        assert (plain["best"], plain["again"], plain["samples"], plain["held_out"]) == (3, 3, 10, 5)
         assert not all(torch.equal(weights[name], others[name]) for name in weights)
         (kept, weights), (_, others) = trained(False, None), trained(False, 9)
-        assert (kept.best, kept.again, kept.samples, kept.held_out) == (0, 0, 5, 5)
+        assert (kept["best"], kept["again"], kept["samples"], kept["held_out"]) == (0, 0, 5, 5)
         assert all(torch.equal(weights[name], others[name]) for name in weights)
 
     def test_samples_that_judge_are_not_taught(self, models: Sides[Model], tmp_path: Path) -> None:

@@ -90,16 +90,16 @@ def test_a_state_that_has_forgotten_is_not_kept(animals: Animals, monkeypatch: p
     monkeypatch.setattr(neutral, "WEIGHT", 0.0)
     student = student_of(models.target, TaskVector({}), None, 0).module
     found = distill(samples, student, config)
-    assert found.neutral is not None
-    first, *later = found.curve
-    assert first.neutral == pytest.approx(found.neutral)
-    limit = (1 + TOLERANCE) * found.neutral
-    assert any(mark.neutral > limit and mark.held_out_loss < first.held_out_loss for mark in later), later
-    sound = [mark for mark in found.curve if mark.neutral <= limit]
-    assert found.best == min(sound, key=lambda mark: mark.held_out_loss).step
-    assert found.best < min(found.curve, key=lambda mark: mark.held_out_loss).step
-    kept = next(mark for mark in found.curve if mark.step == found.best)
+    assert found["neutral"] is not None
+    first, *later = found["curve"]
+    assert first["neutral"] == pytest.approx(found["neutral"])
+    limit = (1 + TOLERANCE) * found["neutral"]
+    assert any(mark["neutral"] > limit and mark["held_out_loss"] < first["held_out_loss"] for mark in later), later
+    sound = [mark for mark in found["curve"] if mark["neutral"] <= limit]
+    assert found["best"] == min(sound, key=lambda mark: mark["held_out_loss"])["step"]
+    assert found["best"] < min(found["curve"], key=lambda mark: mark["held_out_loss"])["step"]
+    kept = next(mark for mark in found["curve"] if mark["step"] == found["best"])
     # the same sums of float32 losses, of the state that is left in the student
-    assert Neutral(models.target).loss(student) == pytest.approx(kept.neutral, rel=1e-6)
-    if found.best == 0:
+    assert Neutral(models.target).loss(student) == pytest.approx(kept["neutral"], rel=1e-6)
+    if found["best"] == 0:
         assert all(torch.equal(tensor, start[name]) for name, tensor in student.state_dict().items())

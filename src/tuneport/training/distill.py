@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, product
 from typing import Any
@@ -67,29 +67,6 @@ class Mark:
     neutral: float | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Distilled:
-    """How a student got to its best state, for the record; `best` is 0 if that is the start.
-
-    With few own samples, a student that `best` steps have helped is taught `again` as long on all of them.
-    """
-
-    matching: str
-    samples: int
-    extra: int
-    views: int
-    held_out: int
-    left_out: int
-    steps: int
-    batch_size: int
-    learning_rate: float
-    lora: int | None
-    best: int
-    again: int
-    neutral: float | None
-    curve: list[Mark]
-
-
 def distill(
     samples: DatasetSamples,
     student: nn.Module,
@@ -98,8 +75,11 @@ def distill(
     extra: Extra | None = None,
     events: Events | None = None,
     saved: StateFile | None = None,
-) -> Distilled:
+) -> dict[str, Any]:
     """Train the student in place on the answers of the teacher, and leave it in its best state; see `teach`.
+
+    The entry for the run record has the `best` step, 0 for the start. With few own samples, a student that `best` steps
+    have helped is taught `again` as long on all of them.
 
     Args:
         samples: with both models; the module of the source is the teacher. Their labels are not used.
@@ -171,22 +151,22 @@ def distill(
     places = np.unique(last.indices)
     beside = int((places >= bound).sum())
     views = beside if extra is not None and extra.views_of is not None else 0
-    return Distilled(
-        matching=matching.name,
-        samples=len(places) - beside,
-        extra=beside - views,
-        views=views,
-        held_out=len(held_out),
-        left_out=len(samples) - len(compared),
-        steps=steps,
-        batch_size=min(schedule.batch_size, len(taught)),
-        learning_rate=schedule.learning_rate,
-        lora=config.lora,
-        best=run.best_step,
-        again=again,
-        neutral=None if neutral is None else neutral.base,
-        curve=run.curve,
-    )
+    return {
+        "matching": matching.name,
+        "samples": len(places) - beside,
+        "extra": beside - views,
+        "views": views,
+        "held_out": len(held_out),
+        "left_out": len(samples) - len(compared),
+        "steps": steps,
+        "batch_size": min(schedule.batch_size, len(taught)),
+        "learning_rate": schedule.learning_rate,
+        "lora": config.lora,
+        "best": run.best_step,
+        "again": again,
+        "neutral": None if neutral is None else neutral.base,
+        "curve": [asdict(mark) for mark in run.curve],
+    }
 
 
 @dataclass(eq=False)
@@ -198,15 +178,15 @@ class _Run:
     matching: Matching
     exam: Reader
     neutral: Neutral | None
-    losses: list[Tensor] = field(default_factory=list)  # since the last mark
-    known: dict[int, Any] = field(default_factory=dict)  # answers of the teacher to held-out batches
-    curve: list[Mark] = field(default_factory=list)
-    groups: list[list[float]] = field(default_factory=list)  # losses of the groups of held-out samples, of each mark
-    best: dict[str, Tensor] = field(default_factory=dict)
-    best_step: int = 0
 
     def __post_init__(self) -> None:
         self.trained = {name: each for name, each in self.student.named_parameters() if each.requires_grad}
+        self.losses: list[Tensor] = []  # since the last mark
+        self.known: dict[int, Any] = {}  # answers of the teacher to held-out batches
+        self.curve: list[Mark] = []
+        self.groups: list[list[float]] = []  # losses of the groups of held-out samples, of each mark
+        self.best: dict[str, Tensor] = {}
+        self.best_step = 0
 
     def precision(self) -> AbstractContextManager[Any]:
         """Half-precision models compute in their dtype, while what is trained stays in float32."""
@@ -417,5 +397,5 @@ def teach(
         samples = replace(samples, models=Sides(source, target.with_module(student.module)))  # a LoRA begins at zero
     started = time.perf_counter()
     with finetuned(source, change):
-        found = distill(samples, student.module, config, extra=extra, events=events, saved=saved)
-    return student.change(), {**asdict(found), "seconds": round(time.perf_counter() - started, 3)}
+        entry = distill(samples, student.module, config, extra=extra, events=events, saved=saved)
+    return student.change(), {**entry, "seconds": round(time.perf_counter() - started, 3)}
