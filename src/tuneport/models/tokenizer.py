@@ -157,20 +157,11 @@ class Reader:
         labels = tokens.labels(None if targets is None else answers)
         if targets is not None:
             self._check_answers(whole, labels)
-        found = self._encoded(
-            tokens,
-            whole,
-            [
-                (
-                    row,
-                    [
-                        None if mark and begin >= len(text) else part
-                        for (begin, _), part in zip(row, parts, strict=True)
-                    ],
-                )
-                for row, parts, text in zip(tokens.places, tokens.parts, whole, strict=True)
-            ],
-        )
+        parts = [
+            [None if mark and begin >= len(text) else part for (begin, _), part in zip(*row, strict=True)]
+            for text, *row in zip(whole, tokens.places, tokens.parts, strict=True)
+        ]
+        found = self._encoded(replace(tokens, parts=parts), whole)
         places = [[(begin, len(text))] for begin, text in zip(begins, whole, strict=True)]
         return replace(found, labels=labels, characters=tokens.characters(labels, places))
 
@@ -193,7 +184,8 @@ class Reader:
                 labels[row, : len(mask)].masked_fill_(torch.tensor(mask) == 0, IGNORED)
         self._check_answers(texts, labels)
         inside = [_inside(offsets, chat) for offsets, chat in zip(tokens.places, rendered, strict=True)]
-        encoded = self._encoded(tokens, [chat.said for chat in rendered], inside)
+        written = replace(tokens, places=[places for places, _ in inside], parts=[parts for _, parts in inside])
+        encoded = self._encoded(written, [chat.said for chat in rendered])
         characters = tokens.characters(labels, [chat.contents for chat in rendered])
         return replace(encoded, labels=labels, characters=characters)
 
@@ -258,18 +250,12 @@ class Reader:
         )
         return _Tokens(tensors, sides[0], places, parts, tuple(cut))
 
-    def _encoded(
-        self,
-        tokens: _Tokens,
-        pieces: Sequence[str | tuple[str, ...]],
-        inside: Sequence[tuple[Sequence[Place], Parts]] | None = None,
-    ) -> Encoded:
+    def _encoded(self, tokens: _Tokens, pieces: Sequence[str | tuple[str, ...]]) -> Encoded:
         """The inputs and spans of tokenized texts, by the pieces of each and the place of each token in a piece."""
         inputs = {name: tokens.found[name] for name in self.names if name in tokens.found}
-        inside = inside or list(zip(tokens.places, tokens.parts, strict=True))
         masks = tokens.found["attention_mask"].tolist()
-        rows = [_spans(piece, *inside[row], masks[row]) for row, piece in enumerate(pieces)]
-        text = torch.tensor([[part is not None for part in parts] for _, parts in inside])
+        rows = [_spans(*row) for row in zip(pieces, tokens.places, tokens.parts, masks, strict=True)]
+        text = torch.tensor([[part is not None for part in parts] for parts in tokens.parts])
         return Encoded(inputs, None, (torch.tensor(rows, dtype=torch.float64),), tokens.cut, inside=text)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,13 +16,15 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError, TuneportError, brief, first_of, reraised
-from ...io.checkpoint import Checkpoint, open_checkpoint
+from ...io.checkpoint import Checkpoint, open_checkpoint, write_checkpoint
 from ...layers import TokenLayout
 from ..base import Inputs
 
-NO_SHARDS = 2**62  # the most bytes of a weight file, for libraries that read one
 LARGEST_TOKENIZER = 100 * 10**6  # bytes of a file
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+
+
+write_one_file = partial(write_checkpoint, max_shard_size=2**62)  # for libraries that read one
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,6 @@ def fetching(reference: str, library: str, name: str) -> AbstractContextManager[
     """Context in which a library finds weights in its cache or downloads them."""
     failed = f"the weights of {reference} are not in {library}'s cache and cannot be fetched"
     return reraised(f"{failed}. Fetch them where there is a network, or give {name}:FILE. The reason")
-
-
-def check_loadable(reason: str | None, reference: str) -> None:
-    """Raise if `reason` says why tuneport cannot use a model."""
-    if reason is not None:
-        raise CheckpointError(f"{reference} is {reason}. See docs/extending.md.")
 
 
 def check_tensors(

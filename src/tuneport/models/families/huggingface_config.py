@@ -99,13 +99,11 @@ def _check_sizes(config: dict[str, Any], path: Path, stored: Checkpoint | None, 
     No width, vocabulary or number of classes exceeds the number of weights or is negative, and each block has a
     tensor. Without weights to check against, sizes that no model has are refused.
     """
-    if stored is None:
-        found = oversized(config, LARGEST, MOST_BLOCKS)
-        if found:
-            raise CheckpointError(f"{path} is refused: no model that can be planned has {first_of(found, 3)}.")
-        return
-    found = oversized(config, max(weights, 10**6), max(len(stored), 256))
-    if found:
+    limits = (LARGEST, MOST_BLOCKS) if stored is None else (max(weights, 10**6), max(len(stored), 256))
+    found = oversized(config, *limits)
+    if found and stored is None:
+        raise CheckpointError(f"{path} is refused: no model that can be planned has {first_of(found, 3)}.")
+    if found and stored is not None:
         raise CheckpointError(
             f"{path} is refused: its weights hold {weights} numbers in {len(stored)} tensors, "
             f"which rules out {first_of(found, 3)}. Its config.json and its weights do not belong together."

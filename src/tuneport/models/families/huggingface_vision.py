@@ -63,8 +63,7 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
     """The model with its layers, its image processor and the functions that run it."""
     module: Any = model.module
     folder, kind = model.weights.folder, ARCHITECTURES[type(module).__name__]
-    config: Any = module.config
-    tower = getattr(config, "vision_config", config)
+    tower = getattr(module.config, "vision_config", module.config)
     layers = find_layers(module, within=kind.tower, heads=int(tower.num_attention_heads))
     loose = find_loose(module, layers, within=kind.tower)
     patch, special = int(tower.patch_size), kind.special_tokens
@@ -95,8 +94,9 @@ def _image_encoder(
     """The `encode` of a model: its folder's image processor (preprocessor_config.json)."""
     path = folder / "preprocessor_config.json"
     if not path.is_file():
-        need = f"no {path.name}, needed to prepare images"
-        raise CheckpointError(f"{folder} has {need}. Copy it from the original model.")
+        raise CheckpointError(
+            f"{folder} has no {path.name}, needed to prepare images. Copy it from the original model."
+        )
     read_json(path, "a preprocessor configuration")
     with quiet(), reraised(f"{path} cannot be used"):
         from transformers import AutoImageProcessor
@@ -105,9 +105,9 @@ def _image_encoder(
         processor = AutoImageProcessor.from_pretrained(folder, **options)
     _check_sizes(processor, path, tower, kind)
 
+    @reraised(f"{path} cannot be used")
     def encode(images: Sequence[Any]) -> dict[str, Tensor]:
-        with reraised(f"{path} cannot be used"):
-            return {"pixel_values": processor(list(images), return_tensors="pt")["pixel_values"]}
+        return {"pixel_values": processor(list(images), return_tensors="pt")["pixel_values"]}
 
     return encode
 

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, first_of, reraised
-from ...io.checkpoint import Checkpoint, write_checkpoint
+from ...io.checkpoint import Checkpoint
 from ...io.tensors import check_finite
 from ...layers import find_layers, find_loose
 from ..base import Architecture, Family, Model, Outputs, Weights, live_tensors, outside_of, read_config
 from ..heads import temperature_of
-from . import NO_SHARDS, Location, check_loadable, check_tensors, fetching, image_inputs, load_library, unknown_model
+from . import Location, check_tensors, fetching, image_inputs, load_library, unknown_model, write_one_file
 
 CONFIG = "open_clip_config.json"
 STEM = "open_clip_model"
@@ -61,7 +61,8 @@ class OpenClip(Family):
                 module = library.create_model(
                     location.build, pretrained=location.pretrained, load_weights=False, pretrained_text=False
                 )
-            check_loadable(_unknown(module), reference)
+            if reason := _unknown(module):
+                raise CheckpointError(f"{reference} is {reason}. See docs/extending.md.")
             names = _file_names(module, stored, reference)
             check_finite(stored)
             with reraised(f"open_clip cannot load {location.weights}"):
@@ -183,7 +184,7 @@ def _text_tower(module: Any, name: str, make: Callable[[], Any]) -> Callable[[li
 
 def _write(location: Location | None, folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write open_clip's hub layout: one weight file and, unless it was copied, the configuration."""
-    write_checkpoint(folder, tensors, stem=STEM, max_shard_size=NO_SHARDS)
+    write_one_file(folder, tensors, stem=STEM)
     if location is None or (folder / CONFIG).exists():
         return
     library = _library()

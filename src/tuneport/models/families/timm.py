@@ -9,7 +9,6 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, reraised
-from ...io.checkpoint import Checkpoint, write_checkpoint
+from ...io.checkpoint import Checkpoint
 from ...io.tensors import check_finite
 from ...layers import find_layers, find_loose
 from ..base import (
@@ -34,20 +33,9 @@ from ..base import (
     live_tensors,
     read_config,
 )
-from . import (
-    NO_SHARDS,
-    Location,
-    check_loadable,
-    check_tensors,
-    fetching,
-    image_inputs,
-    load_library,
-    order_of,
-    unknown_model,
-)
+from . import Location, check_tensors, fetching, image_inputs, load_library, order_of, unknown_model, write_one_file
 
 PREFIX = "timm:"
-_write = partial(write_checkpoint, max_shard_size=NO_SHARDS)
 
 
 class Timm(Family):
@@ -62,7 +50,8 @@ class Timm(Family):
         library, location = load_library("timm", "timm"), _find(reference)
         stored = location.open_weights() if location.weights is not None else None
         module = _build(library, location, stored, reference)
-        check_loadable(_unknown(module), reference)
+        if reason := _unknown(module):
+            raise CheckpointError(f"{reference} is {reason}. See docs/extending.md.")
         tensors: Mapping[str, Tensor] = live_tensors(module)
         if stored is not None:
             check_tensors(tensors, stored, reference, "timm")
@@ -75,7 +64,7 @@ class Timm(Family):
         location = _find(reference)
         if location.folder is None:
             return super().stored(reference)
-        return Weights(location.open_weights(), folder=location.folder, write=_write)
+        return Weights(location.open_weights(), folder=location.folder, write=write_one_file)
 
     def classifier(self, model: Model, labelling: Labelling, *, trust_remote_code: bool) -> Model:
         if labelling.task != "image":
@@ -148,7 +137,7 @@ def _model(module: Any, name: str, stored: Mapping[str, Tensor], folder: Path | 
     return Model(
         name=name,
         module=module,
-        weights=Weights(stored, names, folder, _write if folder is not None else _writer(module), "timm"),
+        weights=Weights(stored, names, folder, write_one_file if folder is not None else _writer(module), "timm"),
         architecture=Architecture(layers, find_loose(module, layers)),
         inputs=image_inputs(
             _evaluation_transform(module), int(module.num_prefix_tokens), module.patch_embed.patch_size
@@ -197,7 +186,7 @@ def _writer(module: Any) -> Write:
     """A writer of timm's hub layout: config.json names the architecture and, in a copied one, the classes of a head."""
 
     def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        _write(folder, tensors)
+        write_one_file(folder, tensors)
         given, path = module.pretrained_cfg, folder / "config.json"
         if config := read_config(path):
             classes = {key: given[key] for key in ("num_classes", "label_names")}
