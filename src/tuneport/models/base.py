@@ -242,10 +242,12 @@ class Model:
 
         They are `rounded` to the dtype in which they are written.
         """
-        module, stored = self.module, self.weights.tensors
+        stored, live = self.weights.tensors, dict(self.module.named_parameters())
+        shared = [tensor for name, tensor in live.items() if name not in head] + list(self.module.buffers())
+        module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in shared})
         for name, tensor in head.items():
             dtype = describe(stored, self.weights.file_names[name]).dtype if rounded else tensor.dtype
-            module = _with_parameter(module, name.split("."), tensor.to(dtype))
+            module.get_parameter(name).data.copy_(tensor.to(dtype))
         files = {self.weights.file_names[name]: tensor for name, tensor in head.items()}
         tensors = HeadedTensors(stored, {name: name for name in stored if name not in files}, files)
         return replace(self, module=module, weights=replace(self.weights, tensors=tensors))
@@ -278,18 +280,6 @@ class Model:
 
 
 ModelLike = Model | nn.Module | str | Path  # what a user may give as a model
-
-
-def _with_parameter(module: nn.Module, path: Sequence[str], tensor: Tensor) -> nn.Module:
-    """A copy of a module that shares all but one parameter."""
-    new, (first, *rest) = copy.copy(module), path
-    new._modules, new._parameters = dict(module._modules), dict(module._parameters)
-    if rest:
-        new._modules[first] = _with_parameter(module.get_submodule(first), rest, tensor)
-    else:
-        old = module.get_parameter(first)
-        new._parameters[first] = nn.Parameter(tensor.detach().to(old), requires_grad=old.requires_grad)
-    return new
 
 
 class HeadedTensors(LazyTensors):

@@ -118,8 +118,7 @@ class _Marked:
         there, as far as the tokens are the same.
         """
         asked = apply_template(self.tokenizer, self.chat[:index], add_generation_prompt=True)
-        whole = index + 1 == len(self.chat)
-        ended = self.text if whole else apply_template(self.tokenizer, self.chat[: index + 1])
+        ended = apply_template(self.tokenizer, self.chat[: index + 1])
         content, begin, end = self.content(index), self._reach(asked), self._reach(ended)
         if content is not None:
             begin = content[0] if begin is None else begin
@@ -157,33 +156,27 @@ def _mark(tokenizer: Any, chat: Chat, text: str) -> _Marked:
     free = (chr(code) for code in PRIVATE if chr(code) not in used)
     marks = [(next(free), next(free)) for _ in chat]
 
-    def put(cuts: Mapping[int, Place]) -> _Marked:
+    def put(cuts: Mapping[int, Place]) -> tuple[_Marked, bool]:
         said = list(contents)
         for index, (begin, end) in cuts.items():
             one, two = marks[index]
             said[index] = said[index][:begin] + one + said[index][begin:end] + two + said[index][end:]
-        return _Marked(tokenizer, [{**message, "content": one} for message, one in zip(chat, said, strict=True)], marks)
-
-    def fits(found: _Marked, cuts: Mapping[int, Place]) -> bool:
+        written = [{**message, "content": content} for message, content in zip(chat, said, strict=True)]
+        found = _Marked(tokenizer, written, marks)
         places = [(found.content(index), contents[index][slice(*cut)]) for index, cut in cuts.items()]
         same = all(place is not None and found.text[slice(*place)] == content for place, content in places)
-        return same and found.without_marks(found.text) == text
+        return found, same and found.without_marks(found.text) == text
 
     def search(index: int) -> Place | None:
         _, end = _core(contents[index])
-
-        def one(begin: int) -> bool:
-            cuts = {index: (begin, end)}
-            return fits(put(cuts), cuts)
-
-        begin = bisect_left(range(end), True, key=one)
-        return (begin, end) if one(begin) else None
+        begin = bisect_left(range(end), True, key=lambda begin: put({index: (begin, end)})[1])
+        return (begin, end) if put({index: (begin, end)})[1] else None
 
     for kept in (lambda content: (0, len(content)), _core):
-        cuts = {index: kept(content) for index, content in enumerate(contents)}
-        if fits(found := put(cuts), cuts):
+        found, fits = put({index: kept(content) for index, content in enumerate(contents)})
+        if fits:
             return found
-    return put({index: cut for index in range(len(chat)) if (cut := search(index)) is not None})
+    return put({index: cut for index in range(len(chat)) if (cut := search(index)) is not None})[0]
 
 
 def _core(text: str, begin: int = 0, end: int | None = None) -> Place:

@@ -93,10 +93,10 @@ def describe_module(module: nn.Module) -> Model:
 
 def labelling_of(model: ModelLike) -> Labelling | None:
     """What the classification layer of a model decides, read from its files without building it if possible."""
+    if isinstance(model, nn.Module):
+        model = describe_module(model)
     if isinstance(model, Model):
         return model.labelling
-    if isinstance(model, nn.Module):
-        return describe_module(model).labelling
     family, found = _find(model)
     return family.labelling(found) if family is not None else None
 

@@ -49,8 +49,8 @@ def generate(module: Any, batch: Batch, most: int, choose: Choose) -> None:
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen[:, None], 0.0)
 
     own, training = module.generation_config, module.training
-    start = getattr(own, "decoder_start_token_id", None)
-    start = getattr(module.config, "decoder_start_token_id", None) if start is None else start
+    starts = (getattr(holder, "decoder_start_token_id", None) for holder in (own, module.config))
+    start = next((token for token in starts if token is not None), None)
     module.generation_config = GenerationConfig(
         max_new_tokens=most, do_sample=False, use_cache=True, pad_token_id=0, decoder_start_token_id=start
     )
