@@ -32,7 +32,6 @@ SAMPLERS = ("random", "class_balanced")
 LOSSES = ("classification", "contrastive", "causal", "seq2seq")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "npu", "meta")
 
-LIBRARY = {"timm": "timm"}  # of NAME:...; any other name is one of open_clip
 LARGE = 16 * 2**20  # bytes of a file, or
 MANY = 20_000  # files of a folder, from which on the run alone reads it
 _NAMED = re.compile(r"([\w.+-]{2,}):.")
@@ -139,8 +138,7 @@ def _wrong_model(place: str) -> str:
     if looks_like_hub_id(place, bare=True):
         return why_unknown(place)
     if named and not path.exists():
-        library = LIBRARY.get(named[1], "open_clip")
-        extra = library.replace("_", "-")
+        library, extra = ("timm", "timm") if named[1] == "timm" else ("open_clip", "open-clip")
         lacks = find_spec(library) is None
         return f'{place} needs {library}, which is not installed: pip install "tuneport[{extra}]".' if lacks else ""
     known = any((path / name).is_file() for name in ("config.json", "open_clip_config.json"))

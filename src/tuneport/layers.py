@@ -171,8 +171,8 @@ def find_layers(
     embedded = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     found: list[Layer] = []
     for path, part in module.named_modules():
-        layers = _layers_of(f"{path}." if path else "", part, parameters, fused or {})
-        found.extend(layer for layer in layers if id(parameters[layer.weight]) not in embedded)
+        found.extend(_layers_of(f"{path}." if path else "", part, parameters, fused or {}))
+    found = [layer for layer in found if id(parameters[layer.weight]) not in embedded]
     for name in matrices:
         found.extend(_split(name, None, parameters[name], fused or {}, transposed=True))
     order = {name: index for index, name in enumerate(parameters)}
@@ -257,10 +257,9 @@ def _layers_of(prefix: str, part: nn.Module, parameters: Mapping[str, Tensor], f
     if name not in parameters:
         return
     weight, own_bias = parameters[name], f"{prefix}bias" if getattr(part, "bias", None) is not None else None
-    if isinstance(part, nn.Linear):
-        yield from _split(name, own_bias, weight, fused)
-    elif type(part).__name__ == "Conv1D" and weight.ndim == 2:  # transformers' GPT-2 layer: stored in x out
-        yield from _split(name, own_bias, weight, fused, transposed=True)
+    stored_in_out = type(part).__name__ == "Conv1D" and weight.ndim == 2  # transformers' GPT-2 layer
+    if isinstance(part, nn.Linear) or stored_in_out:
+        yield from _split(name, own_bias, weight, fused, transposed=stored_in_out)
     elif isinstance(part, nn.Conv2d) and is_patch_embedding(part):
         stack, block, role = locate(name)
         yield Layer(name, own_bias, tuple(weight.shape), role, stack, block)

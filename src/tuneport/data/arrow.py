@@ -7,7 +7,8 @@ the file stores them, and are decoded one cell at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,37 +56,33 @@ class _Column(Sequence[Any]):
 
 def read_parquet(path: Path, _split: Split) -> Table:
     """Read a Parquet file."""
-    return _read(path, _parquet, (path,))
+    with reraised(f"cannot read {path}", DataError):
+        return _as_table(_parquet(path), (path,))
 
 
 def read_saved(path: Path, _split: Split) -> Table:
-    """Read the folder of a saved HF dataset, with its splits concatenated."""
-    return _read(path, _saved, tuple(sorted(filter(Path.is_file, path.rglob("*")))))
-
-
-def _read(path: Path, load: Callable[[Path], tuple[Any, list[str]]], files: tuple[Path, ...]) -> Table:
+    """Read the folder of a saved HF dataset, whose files stay mapped, with its splits concatenated."""
     with reraised(f"cannot read {path}", DataError):
-        table, splits = load(path)
-        columns: dict[str, Sequence[Any]] = {name: _Column(table[name]) for name in table.column_names}
-        classes = _class_names((table.schema.metadata or {}).get(b"huggingface"))
-    return Table({**columns, **({"split": splits} if splits else {})}, classes, files=files)
+        import datasets
+
+        loaded = datasets.load_from_disk(str(path))
+        parts = dict(loaded) if isinstance(loaded, Mapping) else {}
+        whole = datasets.concatenate_datasets(list(parts.values())) if parts else loaded
+        check_count(len(whole), path)
+        stored = whole.with_format("arrow")[:]
+        check_table_size(sum(map(_decoded, (chunk for column in stored.columns for chunk in column.chunks))), path)
+        table = _as_table(stored, tuple(sorted(filter(Path.is_file, path.rglob("*")))))
+    splits = [name for name, part in parts.items() for _ in range(len(part))]
+    return replace(table, columns={**table.columns, "split": splits}) if splits else table
 
 
-def _saved(path: Path) -> tuple[Any, list[str]]:
-    """The table of a saved HF dataset, whose files stay mapped, and the split of each row."""
-    import datasets
-
-    loaded = datasets.load_from_disk(str(path))
-    parts = dict(loaded) if isinstance(loaded, Mapping) else {}
-    whole = datasets.concatenate_datasets(list(parts.values())) if parts else loaded
-    check_count(len(whole), path)
-    table = whole.with_format("arrow")[:]
-    check_table_size(sum(map(_decoded, (chunk for column in table.columns for chunk in column.chunks))), path)
-    return table, [name for name, part in parts.items() for _ in range(len(part))]
+def _as_table(stored: Any, files: tuple[Path, ...]) -> Table:
+    classes = _class_names((stored.schema.metadata or {}).get(b"huggingface"))
+    return Table({name: _Column(stored[name]) for name in stored.column_names}, classes, files=files)
 
 
-def _parquet(path: Path) -> tuple[Any, list[str]]:
-    """The table of a Parquet file, after its metadata were checked, and no splits."""
+def _parquet(path: Path) -> Any:
+    """The table of a Parquet file, after its metadata were checked."""
     import pyarrow
     from pyarrow import parquet
 
@@ -103,7 +100,7 @@ def _parquet(path: Path) -> tuple[Any, list[str]]:
             tables.append(file.read_row_group(index))
             size += sum(_decoded(chunk) for column in tables[-1].columns for chunk in column.chunks)
             check_table_size(size, path)
-        return pyarrow.concat_tables(tables) if tables else file.schema_arrow.empty_table(), []
+        return pyarrow.concat_tables(tables) if tables else file.schema_arrow.empty_table()
 
 
 def _decoded(array: Any) -> int:

@@ -136,8 +136,7 @@ def with_prompts(dataset: Dataset) -> Dataset:
     prompt, inputs = dataset.prompts[0], dataset.inputs
 
     def fill(index: int) -> str:
-        texts = inputs[index]
-        first, second = (texts, "") if isinstance(texts, str) else texts
+        first, second = (texts, "") if isinstance(texts := inputs[index], str) else texts
         return re.sub(r"\{text(_pair)?\}", lambda found: second if found[1] else first, prompt)
 
     return replace(dataset, inputs=LazySequence(np.arange(len(dataset)), fill), prompts=())

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from ..errors import DataError, brief, first_of, is_text
+from ..errors import DataError, first_of, is_text, reraised
 from ..io.sizes import format_bytes
 from ..types import Split
 from .dataset import LazySequence, Table, check_count, choose_split
@@ -48,26 +48,20 @@ def read_npz(path: Path, split: Split) -> Table:
 
 def _unpack(path: Path, split: Split) -> tuple[str | None, NDArray[Any], dict[str, NDArray[Any]], NDArray[Any] | None]:
     """Of an archive: the split's name in it, its images, the labels of all splits by key, the class names."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
-            found = choose_split([key[2:] for key in members if key.startswith("x_")], split, path)
-            x = "x" if found is None else f"x_{found}"
-            if x not in members:
-                raise DataError(
-                    f"{path} has arrays {first_of(members) or 'none'}; "
-                    "expected x_train, y_train, x_test, y_test, or x, y (and classes)."
-                )
-            keys = [key for key in members if key[:1] == "y" and f"x{key[1:]}" in members]
-            wanted = [key for key in (x, *keys, "classes") if key in members]
-            _check_headers(archive, {key: members[key] for key in wanted}, path)
-            arrays = {key: _read_member(archive, members[key]) for key in wanted}
-            return found, arrays[x], {key: arrays[key] for key in keys}, arrays.get("classes")
-    except DataError:
-        raise
-    except Exception as error:  # errors of zipfile, zlib and NumPy share no base class
-        hint = "it holds pickled objects; save plain arrays" if "pickle" in str(error) else brief(error)
-        raise DataError(f"cannot read {path}: {hint}.") from error
+    with reraised(f"cannot read {path}", DataError), zipfile.ZipFile(path) as archive:
+        members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
+        found = choose_split([key[2:] for key in members if key.startswith("x_")], split, path)
+        x = "x" if found is None else f"x_{found}"
+        if x not in members:
+            raise DataError(
+                f"{path} has arrays {first_of(members) or 'none'}; "
+                "expected x_train, y_train, x_test, y_test, or x, y (and classes)."
+            )
+        keys = [key for key in members if key[:1] == "y" and f"x{key[1:]}" in members]
+        wanted = [key for key in (x, *keys, "classes") if key in members]
+        _check_headers(archive, {key: members[key] for key in wanted}, path)
+        arrays = {key: _read_member(archive, members[key]) for key in wanted}
+        return found, arrays[x], {key: arrays[key] for key in keys}, arrays.get("classes")
 
 
 def _check_headers(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], path: Path) -> None:
@@ -77,8 +71,10 @@ def _check_headers(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipIn
         with archive.open(member) as file:
             first = npy.read_magic(file) == (1, 0)
             shape, _, dtype = (npy.read_array_header_1_0 if first else npy.read_array_header_2_0)(file)
+        if dtype.hasobject:
+            raise DataError(f"cannot read {path}: it holds pickled objects; save plain arrays.")
         size = math.prod(shape) * dtype.itemsize
-        if size > member.file_size and not dtype.hasobject:
+        if size > member.file_size:
             raise DataError(f"cannot read {path}: {key} claims {size} bytes, but has {member.file_size}.")
         if key != "classes":
             check_count(shape[0] if shape else 0, f"{key} of {path}")

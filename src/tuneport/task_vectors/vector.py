@@ -73,20 +73,20 @@ class TaskVector(LazyMapping[Entry]):
         shared = [name for name in base if name in finetuned and not any(fnmatchcase(name, glob) for glob in exclude)]
         for model in (base, finetuned):
             check_unquantised(model, shared)
-        specs = {name: (describe(base, name), describe(finetuned, name)) for name in shared}
-        dtypes = {
-            name: torch.promote_types(torch.promote_types(old.dtype, new.dtype), torch.float32)
-            for name, (old, new) in specs.items()
-            if old.dtype.is_floating_point or old.dtype.is_complex
-        }
+        specs = {}
+        for name in shared:
+            shape, dtype, _ = describe(base, name)
+            if dtype.is_floating_point or dtype.is_complex:
+                wide = torch.promote_types(torch.promote_types(dtype, describe(finetuned, name).dtype), torch.float32)
+                specs[name] = TensorSpec(shape, wide)
 
         def difference(name: str) -> torch.Tensor:
-            changed = finetuned[name].detach().to(dtypes[name], copy=True)
+            changed = finetuned[name].detach().to(specs[name].dtype, copy=True)
             for difference, piece in zip(pieces(changed), pieces(base[name].detach()), strict=True):
                 difference.sub_(piece.to(difference))
             return changed
 
-        return cls(LazyMapping(dtypes, difference), lambda name: TensorSpec(specs[name][0].shape, dtypes[name]))
+        return cls(LazyMapping(specs, difference), specs.__getitem__)
 
     def __repr__(self) -> str:
         return f"TaskVector({len(self)} tensors)"
