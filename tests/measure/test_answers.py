@@ -54,12 +54,12 @@ class TestChoices:
     DATA = replace(PLAIN, choices=[list(SOUNDS.values())] * COUNT)
 
     def test_labels_are_not_needed(self, teacher: Model) -> None:
-        found = answered(teacher, self.DATA)
-        assert found.data.labels is not None
-        assert found.data.choices is not None
-        given = [each[label] for each, label in zip(found.data.choices, found.data.labels, strict=True)]
+        found, kept = answered(teacher, self.DATA)
+        assert found.labels is not None
+        assert found.choices is not None
+        given = [each[label] for each, label in zip(found.choices, found.labels, strict=True)]
         assert given == list(ANSWERS[:COUNT])
-        assert found.kept.tolist() == list(range(COUNT))
+        assert kept.tolist() == list(range(COUNT))
 
     def test_labels_are_not_looked_at(self, teacher: Model) -> None:
         wanted = written_answers(teacher, self.DATA)
@@ -71,11 +71,11 @@ class TestChoices:
 
 class TestPrompts:
     def test_a_text_ends_where_the_turn_ends(self, teacher: Model) -> None:
-        found = answered(teacher, PLAIN)
-        assert found.data.targets == list(ANSWERS[:COUNT])
-        assert found.data.answers == "teacher"
-        assert list(found.data.inputs) == list(PLAIN.inputs)
-        assert answered(teacher, found.data).data.targets == found.data.targets
+        found, _ = answered(teacher, PLAIN)
+        assert found.targets == list(ANSWERS[:COUNT])
+        assert found.answers == "teacher"
+        assert list(found.inputs) == list(PLAIN.inputs)
+        assert answered(teacher, found)[0].targets == found.targets
 
     def test_an_unsure_teacher_takes_the_likeliest_tokens(
         self, animals: Animals, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +90,7 @@ class TestPrompts:
 
     def test_answers_of_the_data_are_not_looked_at(self, teacher: Model) -> None:
         wrong = replace(PLAIN, targets=list(ANSWERS[1 : COUNT + 1]), answers="data")
-        assert answered(teacher, wrong).data.targets == answered(teacher, PLAIN).data.targets
+        assert answered(teacher, wrong)[0].targets == answered(teacher, PLAIN)[0].targets
 
     def test_a_template_makes_prompts_of_texts(self, teacher: Model) -> None:
         texts = as_prompts(Dataset(list(TEXTS[:COUNT]), None, ()), TEMPLATE)
@@ -101,10 +101,10 @@ class TestPrompts:
     def test_chats_are_asked_up_to_the_last_answer(self, asked: Any, teacher: Model) -> None:
         prompts = asked(Written(" yes "))
         open_ended, closed, longer = chat("who?"), chat("who?", "me"), chat("who?", "me", "why?")
-        found = answered(teacher, Dataset([open_ended, closed, longer], None, (), answers="none"))
+        found, _ = answered(teacher, Dataset([open_ended, closed, longer], None, (), answers="none"))
         assert prompts == [chat("who?"), chat("who?"), longer]
-        assert list(found.data.inputs) == [chat("who?", "yes"), chat("who?", "yes"), chat("who?", "me", "why?", "yes")]
-        assert found.data.answers == "teacher"
+        assert list(found.inputs) == [chat("who?", "yes"), chat("who?", "yes"), chat("who?", "me", "why?", "yes")]
+        assert found.answers == "teacher"
 
     @pytest.mark.parametrize(
         ("row", "prompt"),
@@ -127,18 +127,18 @@ class TestPrompts:
 class TestEnds:
     def test_answers_that_do_not_end_are_left_out(self, asked: Any, teacher: Model) -> None:
         asked(Written(" meow"), Written(" moo moo moo", finished=False))
-        found = answered(teacher, PLAIN)
-        assert found.kept.tolist() == [0, 2, 4, 6, 8]
-        assert found.data.targets == ["meow"] * 5
-        assert list(found.data.inputs) == [PROMPTS[place] for place in found.kept]
+        found, kept = answered(teacher, PLAIN)
+        assert kept.tolist() == [0, 2, 4, 6, 8]
+        assert found.targets == ["meow"] * 5
+        assert list(found.inputs) == [PROMPTS[place] for place in kept]
 
     def test_empty_answers_are_left_out(self, asked: Any, teacher: Model) -> None:
         asked(Written(" meow"), Written(" \n"))
-        assert answered(teacher, PLAIN).kept.tolist() == [0, 2, 4, 6, 8]
+        assert answered(teacher, PLAIN)[1].tolist() == [0, 2, 4, 6, 8]
 
     def test_a_teacher_that_never_ends_gives_first_lines(self, asked: Any, teacher: Model) -> None:
         asked(Written("\n meow \nAnimal: a dog", finished=False))
-        assert answered(teacher, PLAIN).data.targets == ["meow"] * COUNT
+        assert answered(teacher, PLAIN)[0].targets == ["meow"] * COUNT
 
     def test_no_answer_at_all_is_an_error(self, asked: Any, teacher: Model) -> None:
         asked(Written(""))
@@ -149,7 +149,7 @@ class TestEnds:
 def test_passages_are_their_own_answers(asked: Any, teacher: Model) -> None:
     prompts = asked(Written("me"))
     data = Dataset(list(TEXTS[:3]), None, ())
-    found = answered(teacher, data)
-    assert found.data is data
-    assert found.kept.tolist() == [0, 1, 2]
+    found, kept = answered(teacher, data)
+    assert found is data
+    assert kept.tolist() == [0, 1, 2]
     assert prompts == []

@@ -10,7 +10,7 @@ import pytest
 
 from tuneport.data.dataset import Dataset
 from tuneport.measure.accuracy import BySample, Evaluation
-from tuneport.measure.routes import RouteJudge, RouteScore
+from tuneport.measure.unseen import RouteJudge, RouteScore
 from tuneport.report.decision import decision, disagreements
 
 COUNT = 60
@@ -72,7 +72,7 @@ def test_answers_that_the_old_model_hardly_hits_are_measured_in_bits(
     own = Evaluation(accuracy, 2, "perplexity", bits_per_character=1.5, by_sample=BySample(ones, ones))
     monkeypatch.setattr(RouteJudge, "_ask", lambda *_: own)
     answered = {model: replace(own, by_sample=BySample(np.array([1, model]), ones)) for model in (0, 1)}
-    monkeypatch.setattr(RouteJudge, "_own", lambda _, model: answered[model])
+    monkeypatch.setattr(RouteJudge, "_own", lambda _, model, __: answered[model])
     model: Any = 1
     assert judge.ask_old(model).score == score
     worse: Any = 0

@@ -13,7 +13,7 @@ from builders.toy import ToyViT, finetuned, plan, problem
 from tuneport.errors import MethodError
 from tuneport.maps.statistics import Statistics
 from tuneport.methods import METHODS, BilinearAlignment, Method, Problem, Transfer, get_method
-from tuneport.methods.checks import check_method, target_shapes
+from tuneport.methods.base import check_method, target_shapes
 from tuneport.pairing import Kept
 from tuneport.task_vectors.low_rank import LowRank
 from tuneport.task_vectors.vector import TaskVector

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tuneport.measure.routes import RouteScore
+from tuneport.measure.unseen import RouteScore
 from tuneport.pipeline.upgrade import _Routes
 from tuneport.training.neutral import TOLERANCE
 from tuneport.types import Events

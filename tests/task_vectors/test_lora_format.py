@@ -34,7 +34,7 @@ from builders.loras import (
 from tuneport import cli
 from tuneport.errors import CheckpointError, TuneportError
 from tuneport.methods import METHODS
-from tuneport.methods.checks import check_method
+from tuneport.methods.base import check_method
 from tuneport.models.families.huggingface import HuggingFace
 from tuneport.pipeline import arithmetic
 from tuneport.task_vectors.lora_format import is_adapter, open_adapter

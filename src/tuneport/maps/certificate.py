@@ -40,7 +40,6 @@ class Factors:
 
     @property
     def T(self) -> Self:  # noqa: N802 - as of a tensor
-        """The transposed R."""
         return replace(self, left=self.right, right=self.left)
 
     def dense(self) -> Tensor:

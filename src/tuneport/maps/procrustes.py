@@ -64,7 +64,7 @@ def complete(found: Polar) -> CoordinateMap:
     """Fill the determined part up to an isometry: between the two null spaces, the one nearest to the identity.
 
     With N the null basis of the shorter side, the identity between the null spaces is N F, F = N^T E (I - V V^T), and
-    its polar factor is N times that of F. Directions that F leaves open are paired in order.
+    its polar factor N times that of F. Directions that F leaves open are paired in order.
     """
     U, V, N = found.left, found.right, found.null
     if V is None or (U is not None and len(U) > len(V)):

@@ -7,7 +7,7 @@ turn at all, and its answers are the first lines.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,14 +26,6 @@ FIRST = 32  # prompts whose answers show how long answers are
 WRITTEN = 0.5  # the least share of answers that end
 
 
-@dataclass(frozen=True, eq=False)
-class Answered:
-    """Samples with a teacher's answers, and the places of those that have one among all that were asked."""
-
-    data: Dataset
-    kept: NDArray[np.int64]
-
-
 def is_choice(data: Dataset) -> bool:
     """Whether the samples have answers to choose from: choices of their own, or words for their classes."""
     return data.choices is not None or data.labels is not None
@@ -44,25 +36,22 @@ def is_passages(data: Dataset) -> bool:
     return not is_choice(data) and not data.has_chats and data.targets is None and data.answers != "none"
 
 
-def answered(teacher: Model, data: Dataset, progress: Progress = ignore) -> Answered:
-    """Let a language model answer samples; passages stay as they are, and answers of the data are not looked at.
-
-    The samples get labels, where there are answers to choose from, or the texts that the teacher writes.
-    """
+def answered(teacher: Model, data: Dataset, progress: Progress = ignore) -> tuple[Dataset, NDArray[np.int64]]:
+    """The samples that a language model answers, with labels or written texts, and their places; passages stay."""
     if is_passages(data):
-        return Answered(data, np.arange(len(data)))
+        return data, np.arange(len(data))
     texts = written_answers(teacher, data, progress)
     if is_choice(data):
         choices = candidates_of(data)
         labels = np.array([list(each).index(text) for each, text in zip(choices, texts, strict=True)], dtype=np.int64)
-        return Answered(replace(data, choices=choices, labels=labels), np.arange(len(data)))
+        return replace(data, choices=choices, labels=labels), np.arange(len(data))
     kept = np.array([at for at, text in enumerate(texts) if text], dtype=np.int64)
     if not len(kept):
         raise DataError(
             f"{teacher.name} gives no answer that ends within {MOST_TOKENS} tokens to any of {len(data)} prompts."
         )
     given = with_answers(data.subset(kept), [texts[at] for at in kept])
-    return Answered(replace(given, answers="teacher"), kept)
+    return replace(given, answers="teacher"), kept
 
 
 def written_answers(teacher: Model, data: Dataset, progress: Progress = ignore) -> list[str]:

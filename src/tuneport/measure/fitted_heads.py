@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from ..data.dataset import Dataset, align_labels, as_numbers, with_prompts
 from ..errors import CheckpointError, DataError, OptionError, first_of
 from ..io.tensors import describe
-from ..maps.ridge import ridge
 from ..models.base import Labelling, Model
 from ..models.change import Change, Finetuned, change_of
 from ..models.heads import Head
@@ -38,6 +37,52 @@ from .accuracy import LEVEL, each_batch, tail
 from .samples import DatasetSamples, Samples
 from .signals import frozen
 from .tokens import scores_on
+
+PENALTIES = torch.logspace(-10, 3, 27, dtype=torch.float64)  # factors of the mean squared singular value
+
+
+@dataclass(frozen=True, eq=False)
+class Ridge:
+    """The map `y = x W^T + b` of a fit, its penalty, and for every sample the prediction of a fit on all the others."""
+
+    weight: Tensor
+    bias: Tensor
+    penalty: float
+    left_out: Tensor
+
+
+def ridge(inputs: Tensor, outputs: Tensor, *, intercept: bool = True) -> Ridge:
+    """Minimise `|Y - X W^T - b|^2 + penalty |W|^2` over W and b, in float64; the intercept b is free, or zero.
+
+    The penalty has the least squared leave-one-out error among `PENALTIES`, which one SVD of the centred inputs gives
+    in closed form: the error of a sample is its residual divided by one minus its leverage.
+
+    >>> found = ridge(torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([[1.0], [3.0], [5.0]]))
+    >>> round(float(found.weight), 6), round(float(found.bias), 6)
+    (2.0, 1.0)
+    """
+    X, Y = inputs.double(), outputs.double()
+    share = 1.0 if intercept else 0.0
+    centre, mean = share * X.mean(0), share * Y.mean(0)
+    U, S, Vh = torch.linalg.svd(X - centre, full_matrices=False)  # (N, k), (k,), (k, d)
+    Z = U.T @ (Y - mean)  # (k, outputs)
+    energy = S.square()
+    typical = energy.mean().clamp(min=torch.finfo(torch.float64).tiny)
+
+    def predicted(penalty: Tensor) -> Tensor:
+        shrink = energy / (energy + penalty)
+        fitted = mean + U @ (shrink[:, None] * Z)
+        leverage = share / len(X) + U.square() @ shrink
+        free = (1 - leverage).clamp(min=1e-12)  # a lone sample, or one that no other helps to predict
+        left_out: Tensor = Y - (Y - fitted) / free[:, None]
+        return left_out
+
+    penalties = PENALTIES.to(X.device) * typical
+    errors = torch.stack([(Y - predicted(each)).square().sum() for each in penalties])
+    penalty = penalties[errors.argmin()]
+    weight = (Z.T * (S / (energy + penalty))) @ Vh  # (outputs, d)
+    return Ridge(weight, mean - weight @ centre, float(penalty), predicted(penalty))
+
 
 LOOKED_AT = 8  # samples of a class, to see what the fine-tune answers
 MOST_TOKENS = 20_000  # that fit the head of a token classifier: the cost grows with their number
@@ -65,11 +110,7 @@ def labelling_by(finetuned: Finetuned, source: Model) -> Labelling | None:
 
 
 def renamed_classes(labelling: Labelling | None, names: Sequence[str] | None) -> Labelling | None:
-    """What a classification layer decides, with other names of its classes, in their order; None leaves them.
-
-    Raises:
-        OptionError: if there is no such layer, or if it has another number of classes.
-    """
+    """What a classification layer decides, with other names of its classes, in their order; None leaves them."""
     if names is None:
         return labelling
     if labelling is None:
@@ -81,10 +122,7 @@ def renamed_classes(labelling: Labelling | None, names: Sequence[str] | None) ->
 
 
 def answers_by_name(models: Sides[Model], change: Change, head: Head, data: Dataset) -> str:
-    """Say what the fine-tune answers on a few samples of each class of the data, and propose an order if it is clear.
-
-    Nothing is said where the head has names, or the data have no labels.
-    """
+    """Say what the fine-tune answers on a few samples of each class, and propose an order if it is clear."""
     if data.labels is None or as_numbers(head.classes) != list(range(len(head.classes))):
         return ""
     said, order, count = [], dict[int, str](), len(head.classes)
@@ -213,11 +251,7 @@ def is_bare(target: Model, *, fits: bool) -> bool:
 
 
 def before_port(target: Model, samples: Samples, *, fits: bool) -> Model:
-    """The target that a port is compared with: as it was, if it has a head of its own for the classes.
-
-    A target without one gets a head in the same way as the port, fitted on its features without the port: the head's
-    gain is not the port's.
-    """
+    """The target that a port is compared with; without a head of its own, one is fitted: its gain is not the port's."""
     return target.with_head(fit_head(target, target.module, samples)) if is_bare(target, fits=fits) else target
 
 
@@ -229,9 +263,8 @@ def fitted(target: Model, module: nn.Module, samples: Samples, *, fits: bool) ->
 def measuring(target: Model, samples: Samples) -> AbstractContextManager[None]:
     """Context in which the target has the head that it is measured with, if its samples have scores of the base.
 
-    That head says of the target's base features what the trained head says of the source's: both models are measured
-    with the same function of their features, so that their gradients compare. It is fitted on these samples only, so
-    that samples which judge what is measured have no part in it.
+    That head says of the target's base features what the trained head says of the source's, so that their gradients
+    compare. It is fitted on these samples only: those that judge what is measured have no part in it.
     """
     head = dict[str, Tensor]()
     if isinstance(samples, DatasetSamples) and samples.dataset.base_scores is not None:
@@ -272,10 +305,7 @@ def _by_spans(model: Model, data: Dataset, found: Iterable[Tensor]) -> NDArray[A
 
 
 def labelled_by(scores: NDArray[Any], model: Model, classes: tuple[str, ...], data: Dataset) -> Dataset:
-    """The samples with the classes of the model's highest scores; labels of their own are not looked at.
-
-    Samples without one class each have no labels: their scores say what is right.
-    """
+    """The samples with the classes of the model's highest scores; those without one class each have no labels."""
     labels = scores.argmax(-1).astype(np.int64) if model.labels_samples else None
     return replace(data, labels=labels, classes=classes)
 
@@ -294,9 +324,9 @@ def agreement(labelled: Dataset, known: Dataset) -> float | None:
 def with_teacher_scores(
     models: Sides[Model], change: Change, samples: Samples, scores: tuple[NDArray[Any], NDArray[Any]] | None = None
 ) -> Samples:
-    """The samples with the scores of the fine-tuned source and of its base, to which heads of the target are fitted.
+    """The samples with the scores of the fine-tuned source and of its base, where heads of the target are fitted.
 
-    Where no head is fitted, the samples stay as they are. `scores` are of the base and the source, where known.
+    `scores` are of the base and the source, where known.
     """
     if not change.fits_head:
         return samples

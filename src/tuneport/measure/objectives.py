@@ -35,8 +35,7 @@ ANSWERS_AT_ONCE = 4  # rows of answers for each sample of the batch size, if a m
 class Objective:
     """`encode` makes a batch of samples for a model, `loss` makes the loss of a model with a head.
 
-    `together` is the number of samples in a batch whose loss compares them with one another: that loss depends on the
-    batch, so its size is fixed. None if the loss is a sum over independent samples, so that batches may be divided.
+    `together` is the size of a batch whose loss compares its samples; None if the loss is a sum over independent ones.
     """
 
     name: str
@@ -149,7 +148,7 @@ def forward_only(model: Model) -> Loss:
 
 @dataclass(frozen=True, eq=False)
 class ModelLoss:
-    """A loss of a model; its head has a say in that of classes only."""
+    """A loss of a model; only that of classes uses its head."""
 
     model: Model
     head: Head | None = None
@@ -163,14 +162,9 @@ class TokenLoss(ModelLoss):
         return F.cross_entropy(widened(scores), labels, reduction="sum")
 
     def each(self, module: nn.Module, batch: Batch, counts: Sequence[int] = ()) -> Tensor:
-        """The sums of the samples (N,), in float64 on the CPU; `counts` as for `next_tokens`."""
-        return sample_losses(self.model, module, batch, counts).cpu()
-
-
-def sample_losses(model: Model, module: nn.Module, batch: Batch, counts: Sequence[int] = ()) -> Tensor:
-    """The cross-entropy of each sample (N,), the sum over its tokens in float64; `counts` as for `next_tokens`."""
-    scores, labels, rows = labelled_tokens(model, module, batch, counts)
-    return sum_by_row(F.cross_entropy(widened(scores), labels, reduction="none"), rows, len(batch[1]))
+        """The sums of the samples (N,), in float64; `counts` as for `next_tokens`."""
+        scores, labels, rows = labelled_tokens(self.model, module, batch, counts)
+        return sum_by_row(F.cross_entropy(widened(scores), labels, reduction="none"), rows, len(batch[1]))
 
 
 def sum_by_row(values: Tensor, rows: Tensor, count: int) -> Tensor:
@@ -269,8 +263,8 @@ class HeadLoss(ModelLoss):
         return self._losses(module, batch, "sum")
 
     def each(self, module: nn.Module, batch: Batch) -> Tensor:
-        """The sums of the samples (N,), in float64 on the CPU."""
-        return self._losses(module, batch, "none").double().view(len(batch[1]), -1).sum(1).cpu()
+        """The sums of the samples (N,), in float64."""
+        return self._losses(module, batch, "none").double().view(len(batch[1]), -1).sum(1)
 
     def _losses(self, module: nn.Module, batch: Batch, reduction: str) -> Tensor:
         assert self.head is not None

@@ -58,8 +58,8 @@ def frozen(model: nn.Module) -> Iterator[None]:
 class Recorder(TorchFunctionMode):
     """Reports the signals of every linear map with a watched weight as (N, T, d) to `sink`.
 
-    `layers` are the wanted signals of each layer, `size` is the number of sequences in a batch. The sink gets the
-    layer, the signal, the number of the call and the tensor; for a weight gradient, the output gradient and the inputs.
+    `layers` are the wanted signals of each layer, `size` is the number of sequences in a batch. The sink gets layer,
+    signal, number of the call and tensor; for a weight gradient, the output gradient and the inputs.
     """
 
     def __init__(

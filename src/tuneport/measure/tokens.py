@@ -33,8 +33,7 @@ def match_tokens(source_layout: TokenLayout | None, target_layout: TokenLayout |
     layouts = source_layout, target_layout
 
     def match(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:  # (N, T_A, d_A), (N, T_B, d_B)
-        _check_samples(source, target)
-        tokens = source.shape[1], target.shape[1]
+        tokens = _counts(source, target)
         same_grid = None in layouts or source_layout == target_layout
         if tokens[0] == tokens[1] and (same_grid or tokens[0] == 1):
             return source.flatten(0, 1), target.flatten(0, 1)
@@ -71,8 +70,7 @@ def match_spans(source_spans: Spans, target_spans: Spans) -> Match:
     weights: dict[tuple[int, int], Tensor | None] = {}
 
     def match(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:  # (N, T_A, d_A), (N, T_B, d_B)
-        _check_samples(source, target)
-        tokens = source.shape[1], target.shape[1]
+        tokens = _counts(source, target)
         if tokens not in streams:
             if tokens[0] == tokens[1]:
                 return source.flatten(0, 1), target.flatten(0, 1)
@@ -164,9 +162,11 @@ def coverage(source: Spans, target: Spans) -> Coverage:
     return total
 
 
-def _check_samples(source: Tensor, target: Tensor) -> None:
+def _counts(source: Tensor, target: Tensor) -> tuple[int, int]:
+    """The tokens of a sample in both signals."""
     if len(source) != len(target):
         raise CaptureError(f"source and target saw {len(source)} and {len(target)} samples in one batch.")
+    return source.shape[1], target.shape[1]
 
 
 @dataclass(frozen=True)

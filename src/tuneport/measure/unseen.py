@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +18,13 @@ from numpy.typing import NDArray
 
 from ..data.dataset import Dataset
 from ..data.images import files_of
-from ..errors import DataError
+from ..errors import DataError, TuneportError
 from ..io.fingerprint import file_digests
 from ..models.base import Model
-from .accuracy import usual_protocol
+from ..models.heads import Head, choose_head
+from ..types import Sides
+from .accuracy import Evaluation, direction, likelihood, perplexity, share_interval, shift, usual_protocol, zero_shot
+from .answers import is_choice, is_passages
 from .samples import Calibration, DatasetSamples
 
 FEWEST = 20  # samples to score, where others were left out
@@ -51,11 +55,7 @@ class Unseen:
 
 
 def unseen(target: Model, calibration: Calibration, test: Dataset, samples: int | None = None) -> Unseen:
-    """Choose the test samples that are scored, `samples` at most, in a fixed draw; those of calibration are left out.
-
-    Raises:
-        DataError: if too few are left.
-    """
+    """Choose the test samples that are scored, `samples` at most, in a fixed draw, without those of calibration."""
     order = torch.randperm(len(test), generator=torch.Generator().manual_seed(0)).numpy()
     used = calibration.samples
     seen = frozenset(_contents(used.chosen)) if isinstance(used, DatasetSamples) else frozenset()
@@ -90,3 +90,147 @@ def _contents(data: Dataset) -> Iterator[str]:
         else:
             more = [None if items is None else items[index] for items in (data.targets, data.choices)]
             yield json.dumps([value, *more], sort_keys=True, default=str)
+
+
+AGREES = 90.0  # percent: a route whose agreement is above this, with certainty, ends the search
+EXACT = 5.0  # percent of written answers that the old model has right, from which on they are counted
+
+
+@dataclass(frozen=True, eq=False)
+class RouteScore:
+    """What one model does on the held-out samples."""
+
+    name: str  # "old", "target", or a route
+    score: float | None = None  # accuracy in percent, or bits per character
+    agreement: float | None = None  # share of samples, in percent, that are answered as by the old model
+    flips: int | None = None  # samples that the old model has right and this one wrong
+    neutral: float | None = None  # by how many percent the loss on neutral passages is higher than the target's
+    seconds: float = 0.0  # that the route took
+    memory: int | None = None  # the most bytes on a GPU while it ran
+    found: Evaluation | None = None  # the evaluation, sample by sample
+    own: Evaluation | None = None  # the evaluation by the data's own written answers
+    note: str = ""  # why a route was not tried, or not taken
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the agreement, in percent; none for the old model, which agrees with itself."""
+        if self.agreement is None or self.found is None or self.name == "old":
+            return None
+        count = self.found.samples
+        low, high = share_interval(round(self.agreement * count / 100), count)
+        return 100 * low, 100 * high
+
+    def row(self) -> dict[str, Any]:
+        """For the record."""
+        keys = ("name", "score", "agreement", "interval", "flips", "neutral", "seconds", "memory", "note")
+        ends = None if self.interval is None else [round(end, 3) for end in self.interval]
+        return {**{key: getattr(self, key) for key in keys}, "interval": ends}
+
+
+@dataclass
+class RouteJudge:
+    """Scores models on the held-out samples; the old model's answers are known after `ask_old`."""
+
+    data: Dataset  # the samples, with the old model's answers where it has written them
+    raw: Dataset  # the samples with the labels and answers of the data
+    heads: Sides[Head] | None  # of classifiers
+    head: str | None  # the name of the head that is asked for
+    answers: NDArray[np.int64] | None = None
+    right: NDArray[np.bool_] | None = None
+    exact: bool = True  # whether written answers are counted, or measured in bits
+
+    @property
+    def writes(self) -> bool:
+        """Whether models are compared by what they write."""
+        return self.heads is None and not is_choice(self.data) and not is_passages(self.data)
+
+    def ask_old(self, model: Model) -> RouteScore:
+        """Ask the old model: the source, while it has its fine-tune."""
+        found = self._ask(model)
+        own = self._own(model, found)
+        self.answers = np.ones(len(self.data), dtype=np.int64) if self.writes else found.by_sample.predicted
+        self.exact = own is None or own.accuracy >= EXACT
+        self.right = own.by_sample.right if own is not None and self.exact else None
+        row = self._row("old", found, own)
+        return replace(row, agreement=None if self.answers is None else 100.0, flips=None)
+
+    def score(self, name: str, model: Model) -> RouteScore:
+        """Score a model as it is."""
+        found = self._ask(model)
+        return self._row(name, found, self._own(model, found))
+
+    def _ask(self, model: Model) -> Evaluation:
+        """Compare a model with the old one: by classes, by the answers to choose from, or by what that has written."""
+        data, heads = self.data, self.heads
+        if heads is None and (is_passages(data) or self.writes):
+            found = perplexity(model, data)
+            return _by_exact_texts(found) if self.writes else found
+        data = replace(data, labels=self.raw.labels)
+        if data.labels is None:  # scores need labels; these are not looked at
+            classes = heads.target.classes if heads is not None else data.classes
+            data = replace(data, labels=np.zeros(len(data), dtype=np.int64), classes=classes)
+        if heads is not None:
+            return zero_shot(model, choose_head(model, self.head, data), data)
+        if not is_choice(self.data):
+            raise TuneportError("an upgrade of an encoder needs classes: give a head with `head`, or data with labels.")
+        return likelihood(model, data)
+
+    def _own(self, model: Model, found: Evaluation) -> Evaluation | None:
+        """The score by the answers or labels of the data, where it was `found` by labels; None if there are none."""
+        if not self.writes:
+            return found if self.raw.labels is not None else None
+        return _by_exact_texts(perplexity(model, self.raw)) if self.raw.answers == "data" else None
+
+    def _row(self, name: str, found: Evaluation, own: Evaluation | None) -> RouteScore:
+        if found.by_sample.predicted is None:
+            return RouteScore(name, found.bits_per_character, found=found)
+        agreement, flips, score = None, None, None
+        if self.answers is not None:
+            agreement = round(100.0 * float(np.mean(found.by_sample.predicted == self.answers)), 3)
+        if own is not None:
+            score = own.accuracy if self.exact else own.bits_per_character
+        if self.right is not None and own is not None and own.by_sample.right is not None:
+            flips = int(np.sum(self.right & ~own.by_sample.right))
+        return RouteScore(name, score, agreement, flips, found=found, own=own)
+
+    def better(self, first: RouteScore, second: RouteScore) -> int:
+        """1 if the second is clearly nearer to the old model than the first, -1 if it is clearly farther, else 0."""
+        one, two = first.found, second.found
+        if one is None or two is None:
+            return 0
+        if one.by_sample.predicted is not None and two.by_sample.predicted is not None and self.answers is not None:
+            same, now = one.by_sample.predicted == self.answers, two.by_sample.predicted == self.answers
+            found = direction(int(np.sum(now & ~same)), int(np.sum(same & ~now)))
+            if found or not self.writes:
+                return found
+        before, after = one.by_sample.spelled, two.by_sample.spelled
+        return 0 if before is None or after is None else shift(before, after)
+
+    def agrees(self, row: RouteScore) -> bool:
+        """Whether a model agrees with the old one, with certainty."""
+        return row.interval is not None and row.interval[0] >= AGREES
+
+    def choose(self, rows: list[RouteScore]) -> str | None:
+        """The route that is nearest to the old model, if it is clearly better than the target as it is."""
+        sound = [row for row in rows[2:] if row.found is not None and not row.note]
+        tried = [row for row in sound if self.better(rows[1], row) > 0]
+        best: RouteScore | None = None
+        for row in tried:  # a later route is dearer, and is taken only for more
+            if best is None or self._nearer(row, best):
+                best = row
+        return None if best is None else best.name
+
+    def _nearer(self, row: RouteScore, best: RouteScore) -> bool:
+        """Whether one route is nearer to the old model than another: by its answers, or by the bits of the old ones."""
+        if not self.writes and row.agreement is not None and best.agreement is not None:
+            return row.agreement > best.agreement
+        one, other = (None if each.found is None else each.found.bits_per_character for each in (row, best))
+        return one is not None and other is not None and one < other
+
+
+def _by_exact_texts(found: Evaluation) -> Evaluation:
+    """A perplexity as an accuracy: a text is right where the model writes just that."""
+    exact = found.by_sample.exact
+    assert exact is not None
+    by_sample = replace(found.by_sample, predicted=exact.astype(np.int64), labels=np.ones(len(exact), dtype=np.int64))
+    return replace(found, accuracy=100.0 * float(exact.mean()), by_sample=by_sample)

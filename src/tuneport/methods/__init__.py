@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ..errors import MethodError, unknown_name
 from ..pairing import Kept
-from .base import Entries, LayerRecord, Method, Problem, Transfer
+from .base import Entries, LayerRecord, Method, Problem, Transfer, check_method
 from .bilinear import BilinearAlignment
-from .checks import check_method
 from .cross_lora import CrossLora
 from .gradfix import GradFix
 from .transfusion import TransFusion

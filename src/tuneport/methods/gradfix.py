@@ -29,6 +29,10 @@ class GradFix(Method):
     moves_loose = True
     signals = frozenset[Signal]({"weight_gradient"})
 
+    @property
+    def _sum(self) -> str:
+        return "votes" if self.vote == "majority" else "total"
+
     def check(self, plan: Plan) -> None:
         check_same_shapes(plan, "gradfix" if self.vote == "majority" else "gradfix_mean")
 
@@ -41,21 +45,19 @@ class GradFix(Method):
             if gradient is None:
                 kept += keep_layer(pair.target, NOT_RUN)
                 continue
-            majority = self.vote == "majority"
             tau = pair.source.matrix(as_dense(problem.task_vector[pair.source.weight]))
-            moved = _mask(tau, gradient.votes if majority else gradient.total)
+            moved = _mask(tau, getattr(gradient, self._sum))
             entries.put(pair.target, moved)
             bias = bias_of(pair, problem.task_vector)
             if bias is not None:
-                entries.put_bias(pair.target, _mask(bias, gradient.bias_votes if majority else gradient.bias_total))
+                entries.put_bias(pair.target, _mask(bias, getattr(gradient, f"bias_{self._sum}")))
             records.append(record_of(pair, tau, moved))
         for loose in problem.plan.loose:
             gradient = problem.statistics.weight_gradients.get(loose.target.name)
             if gradient is None or loose.source.shape != loose.target.shape:
                 continue  # the plan says why the target keeps it
             tau = as_dense(problem.task_vector[loose.source.name])
-            vote = gradient.votes if self.vote == "majority" else gradient.total
-            entries.put_loose(loose.target.name, _mask(tau, vote.reshape(tau.shape)))
+            entries.put_loose(loose.target.name, _mask(tau, getattr(gradient, self._sum).reshape(tau.shape)))
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))
 
 

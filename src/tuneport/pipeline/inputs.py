@@ -269,7 +269,8 @@ def _by_tokens(
     samples = _some_texts(samples)
 
     def each(place: int) -> Tensor:
-        found = torch.cat([loss.each(source.module, batch.source) for batch in samples.take_batches(place, place + 1)])
+        batches = samples.take_batches(place, place + 1)
+        found = torch.cat([loss.each(source.module, batch.source) for batch in batches]).cpu()
         progress(len(found))
         return found
 

@@ -265,10 +265,10 @@ class Judge:
         loss, heads = self.loss, self.calibration.heads
         assert loss is not None
         if isinstance(loss, TokenLoss) and right is not None:
-            losses = pad_sequence(loss.each(module, batch, counts).split(list(counts)), True, -PAD_SCORE)
+            losses = pad_sequence(loss.each(module, batch, counts).cpu().split(list(counts)), True, -PAD_SCORE)
             return -losses, right
         if isinstance(loss, TokenLoss) or (isinstance(loss, HeadLoss) and self.target.regresses):
-            return loss.each(module, batch), None
+            return loss.each(module, batch).cpu(), None
         if heads is not None:
             return heads.target.scores(self.target, module, batch[0]).cpu(), batch[1].cpu()
         # the mean of the batch for each of its samples

@@ -26,7 +26,7 @@ from ..data.samplers import select
 from ..errors import DataError, MethodError, OptionError, PairingError, TuneportError
 from ..io.state import StateFile
 from ..measure.fitted_heads import before_port, with_teacher_scores
-from ..measure.routes import RouteJudge, RouteScore
+from ..measure.unseen import RouteJudge, RouteScore
 from ..methods import get_method
 from ..models.base import Model, ModelLike
 from ..models.change import Finetuned, is_whole

@@ -13,7 +13,7 @@ from PIL import Image
 
 from ..errors import shortened
 from ..measure.accuracy import Evaluation
-from ..measure.routes import RouteJudge, RouteScore
+from ..measure.unseen import RouteJudge, RouteScore
 
 SIDE = 48  # pixels of a picture
 TEXT = 200  # characters of a text

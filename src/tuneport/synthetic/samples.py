@@ -72,8 +72,7 @@ class OldModel:
         if not self.writes or is_passages(data):
             return data, np.arange(len(data))
         with self.tuned():
-            found = answered(self.models.source, data, events.advance)
-        return found.data, found.kept
+            return answered(self.models.source, data, events.advance)
 
     def answer(self, data: Dataset) -> list[str]:
         """Its answer to each sample: what it writes, or the name of a class."""

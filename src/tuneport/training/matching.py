@@ -21,7 +21,7 @@ from ..data.answers import last_answer, shared_answers, without_labels
 from ..data.dataset import UNLABELLED, as_numbers
 from ..errors import DataError, TuneportError, first_of
 from ..measure.answers import is_choice
-from ..measure.objectives import batch_for, next_tokens, sample_losses, with_each_answer
+from ..measure.objectives import TokenLoss, batch_for, next_tokens, with_each_answer
 from ..measure.samples import DatasetSamples
 from ..measure.tokens import match_spans
 from ..models.base import Model, widened
@@ -234,7 +234,7 @@ def _of_answers(models: Sides[Model]) -> Matching:
 
     def ask(model: Model) -> Ask:
         def answer(module: nn.Module, encoded: Encoded) -> Tensor:  # (N, most answers)
-            losses = sample_losses(model, module, batch_for(model, encoded), encoded.counts)
+            losses = TokenLoss(model).each(module, batch_for(model, encoded), encoded.counts)
             return pad_sequence((-losses).split(list(encoded.counts)), batch_first=True, padding_value=NONE)
 
         return answer

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.linear_model import Ridge as SkRidge
 
-from tuneport.maps.ridge import PENALTIES, ridge
+from tuneport.measure.fitted_heads import PENALTIES, ridge
 
 
 def _problem(samples: int, width: int, noise: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
