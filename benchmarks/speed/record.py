@@ -96,7 +96,7 @@ class Trial:
 
     def passes(self, budget: int | None) -> Passes:
         """How the layers are divided within a budget."""
-        from tuneport.runtime.budget import plan_passes
+        from tuneport.runtime.passes import plan_passes
 
         return plan_passes(self.measurement, self.setup.change.vector, self.method, budget)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .pipeline.distill import distill as distill
     from .pipeline.estimate import plan as plan
     from .pipeline.evaluate import evaluate as evaluate
-    from .pipeline.result import Result as Result
+    from .pipeline.transfer import Result as Result
     from .pipeline.transfer import transfer as transfer
     from .pipeline.upgrade import upgrade as upgrade
     from .task_vectors.vector import TaskVector as TaskVector
@@ -52,8 +52,7 @@ _NAMES = {  # the public names of each module
     "pipeline.distill": "distill",
     "pipeline.estimate": "plan",
     "pipeline.evaluate": "evaluate",
-    "pipeline.result": "Result",
-    "pipeline.transfer": "transfer",
+    "pipeline.transfer": "Result transfer",
     "pipeline.upgrade": "upgrade",
     "task_vectors.vector": "TaskVector load_task_vector",
     "types": "Events",

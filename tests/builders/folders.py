@@ -25,8 +25,7 @@ from tuneport.data.formats import read_plain
 from tuneport.measure.accuracy import zero_shot
 from tuneport.models.heads import PROMPTS, choose_head
 from tuneport.models.open import open_model
-from tuneport.pipeline.result import Result
-from tuneport.pipeline.transfer import transfer
+from tuneport.pipeline.transfer import Result, transfer
 from tuneport.task_vectors.vector import TaskVector
 
 CLASSES = ("cat", "dog", "owl")

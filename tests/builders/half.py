@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tuneport.pipeline.result import Result
-from tuneport.pipeline.transfer import transfer
+from tuneport.pipeline.transfer import Result, transfer
 from tuneport.task_vectors.vector import TaskVector
 
 BF16 = torch.bfloat16

@@ -19,11 +19,10 @@ from tuneport.models.heads import Head
 from tuneport.pairing import Plan
 from tuneport.pipeline import transfer as pipeline
 from tuneport.pipeline.estimate import describe
-from tuneport.pipeline.result import Result
 from tuneport.pipeline.run import write_run
 from tuneport.pipeline.solve import measure, problem_of
-from tuneport.runtime.budget import passes_of, plan_passes
-from tuneport.runtime.passes import Passes
+from tuneport.pipeline.transfer import Result
+from tuneport.runtime.passes import Passes, passes_of, plan_passes
 from tuneport.runtime.resume import Work
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.types import Events, Loss, Sides
@@ -158,13 +157,18 @@ class Listener(Events):
         mark: Callable[[Any], Any] | None = None,
     ) -> None:
         self._note, self._progress, self._mark = note, progress, mark
+        self._solves = False
+
+    def step(self, name: str, units: float = 0.0, count: int = 0) -> None:
+        del units, count
+        self._solves = name.startswith("solving")  # layers are no samples
 
     def note(self, text: str) -> None:
         if self._note is not None:
             self._note(text)
 
     def advance(self, count: int) -> None:
-        if self._progress is not None:
+        if self._progress is not None and not self._solves:
             self._progress(count)
 
     def mark(self, mark: Any) -> None:

@@ -42,8 +42,7 @@ from tuneport.models.open import open_model
 from tuneport.pairing import LayerPair
 from tuneport.pipeline.arithmetic import extract
 from tuneport.pipeline.plan import NO_PARAMETER
-from tuneport.pipeline.result import Result
-from tuneport.pipeline.transfer import transfer
+from tuneport.pipeline.transfer import Result, transfer
 from tuneport.task_vectors.vector import TaskVector
 
 CROSSINGS = [

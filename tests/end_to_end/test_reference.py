@@ -23,7 +23,7 @@ from builders.folders import load, scatter, write_head, write_processor, write_t
 from builders.runs import Case, prepare, run
 from tuneport import transfer
 from tuneport.methods import BilinearAlignment, Method, get_method
-from tuneport.pipeline.result import Result
+from tuneport.pipeline.transfer import Result
 from tuneport.types import Signal
 
 SHAPES = {  # width, depth, image size

@@ -14,6 +14,7 @@ from builders.runs import expected, prepare
 from builders.texts import FAMILIES, Size, make, scatter
 from builders.twins import Twin, moved
 from tuneport import transfer
+from tuneport.config import MeasureConfig
 from tuneport.layers import Layer, find_layers, find_loose
 from tuneport.maps.statistics import Statistics
 from tuneport.methods import Problem
@@ -21,7 +22,7 @@ from tuneport.methods.transfusion import TURNED, UNMATCHED, TransFusion, match_w
 from tuneport.models.base import Model
 from tuneport.models.open import describe_module
 from tuneport.pairing import pair_layers
-from tuneport.pipeline.plan import plan_of
+from tuneport.pipeline.plan import make_plan
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.types import Sides
 
@@ -141,7 +142,7 @@ def test_partial_task_vectors_move_or_are_kept_as_unmatched(changed: tuple[str, 
     target, wanted = (Reordered(describe_module(module)).build() for module in (source, moved(source)))
     whole = TaskVector.between(dict(source.named_parameters()), dict(moved(source).named_parameters()))
     vector = TaskVector({name: entry for name, entry in whole.items() if any(word in name for word in changed)})
-    plan = plan_of(describe_module(source), describe_module(target), vector)
+    plan = make_plan(Sides(describe_module(source), describe_module(target)), vector, MeasureConfig())
     weights = (dict(module.named_parameters()) for module in (source, target))
     answer = TransFusion().transfer(Problem(plan, vector, Statistics(), *weights))
     before, after = dict(target.named_parameters()), dict(wanted.named_parameters())
@@ -190,11 +191,8 @@ def test_units_of_rotary_queries_and_keys_keep_their_order_inside_a_head(family:
     with torch.no_grad():
         for parameter in strangers.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
-    plan = plan_of(
-        describe_module(source),
-        describe_module(strangers),
-        TaskVector.between(*map(weights_of, (source, moved(source)))),
-    )
+    models = Sides(describe_module(source), describe_module(strangers))
+    plan = make_plan(models, TaskVector.between(*map(weights_of, (source, moved(source)))), MeasureConfig())
     found = match_weights(Problem(plan, TaskVector({}), Statistics(), weights_of(source), weights_of(strangers)))
     turned = {space: order for space, order in found.items() if space is not None and space[1] == TURNED}
     assert len(turned) == SIZE.depth

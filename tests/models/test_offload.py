@@ -28,10 +28,9 @@ from tuneport.models.base import Model
 from tuneport.models.offload import Placement, block_paths, placed, sizes, to_temporary_file
 from tuneport.models.open import describe_module, open_model, outline_model
 from tuneport.pairing import pair_layers
-from tuneport.pipeline.estimate import estimate_shapes, measurement_of_shapes, teaching_of_shapes
-from tuneport.pipeline.result import Result
+from tuneport.pipeline.estimate import GPU, estimate_shapes, measurement_of_shapes, teaching_of_shapes
 from tuneport.pipeline.samples import SCORED
-from tuneport.runtime.costs import GPU
+from tuneport.pipeline.transfer import Result
 from tuneport.runtime.forecast import Forecast, LiveBytes
 from tuneport.runtime.passes import groups_of
 from tuneport.task_vectors.vector import TaskVector

@@ -26,7 +26,7 @@ from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.measure.samples import DatasetSamples, first_half
 from tuneport.pipeline import scale as scales
-from tuneport.pipeline.result import Result
+from tuneport.pipeline.transfer import Result
 from tuneport.training.distill import Mark
 
 COUNT = 8

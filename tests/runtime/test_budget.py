@@ -15,7 +15,6 @@ from tuneport.measure.samples import Measurement, UserBatches
 from tuneport.methods import METHODS
 from tuneport.pipeline.solve import measure
 from tuneport.runtime import passes
-from tuneport.runtime.budget import COPIES
 from tuneport.runtime.forecast import LiveBytes
 
 
@@ -66,8 +65,8 @@ def test_without_a_budget_the_free_memory_divides_the_layers(scale, monkeypatch:
     monkeypatch.setattr(passes, "free_memory", lambda: 250_000)
     divided = run(job(), scale=scale)
     groups = passes_for(job(), scale=scale).groups
-    size, signals = passes.sum_bytes(job().measurement, COPIES if scale == "auto" else 1), METHODS["bico"].signals
-    sizes = [sum(size(pair, signal) for pair in group for signal in pair.wanted(signals)) for group in groups]
+    copies = passes.COPIES if scale == "auto" else 1
+    sizes = [passes.sum_bytes(job().measurement, group, copies) for group in groups]
     assert len(groups) > 1
     assert max(sizes) <= 2**16  # the power of two below half of it
     assert divided.record["passes"]["forward"] == len(groups) * whole.record["passes"]["forward"]
@@ -86,9 +85,9 @@ def test_what_cannot_be_divided_is_measured_at_once(monkeypatch: pytest.MonkeyPa
 
 def test_a_limit_of_tokens_makes_sums_smaller() -> None:
     pair = job().plan.pairs[0]
-    dense, kept = (passes.sum_bytes(job(max_tokens=limit).measurement, 3)(pair, "input") for limit in (None, 4))
-    n, m = pair.widths("input")
-    assert (dense, kept) == (3 * 8 * n * m, 4 * 4 * (n + m))
+    dense, kept = (passes.sum_bytes(job(max_tokens=limit).measurement, [pair], 3) for limit in (None, 4))
+    widths = [pair.widths(signal) for signal in METHODS["bico"].signals]
+    assert (dense, kept) == (sum(3 * 8 * n * m for n, m in widths), sum(4 * 4 * (n + m) for n, m in widths))
     assert pair.widths("output_gradient") == (pair.source.out_features, pair.target.out_features)
     assert pair.widths("weight_gradient") == (pair.target.out_features, pair.target.in_features)
 

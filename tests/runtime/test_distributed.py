@@ -14,7 +14,7 @@ from builders.runs import measured, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.methods import BilinearAlignment, Method, Problem, Transfer, get_method
 from tuneport.pipeline import solve
-from tuneport.pipeline.result import Result
+from tuneport.pipeline.transfer import Result
 from tuneport.processes import Ranks, processes, ranks
 from tuneport.runtime import distributed
 from tuneport.runtime.distributed import gather_entries

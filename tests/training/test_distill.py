@@ -34,8 +34,8 @@ from tuneport.models.tokenizer import Encoded
 from tuneport.pipeline import distill as alone
 from tuneport.pipeline import lessons
 from tuneport.pipeline.arithmetic import extract
-from tuneport.pipeline.result import Result
 from tuneport.pipeline.samples import SCORED
+from tuneport.pipeline.transfer import Result
 from tuneport.report.summary import distilled_words
 from tuneport.task_vectors.low_rank import LowRank, truncate
 from tuneport.task_vectors.vector import TaskVector, save_task_vector

@@ -74,7 +74,7 @@ def _extract(base: str | Path, finetuned: str | Path, exclude: Sequence[str]) ->
     base, finetuned = local(base), local(finetuned)
     tensors = open_stored(base).tensors
     if is_adapter(finetuned):
-        vector = _extract_adapter(base, tensors, open_adapter(finetuned), exclude)
+        vector = _without(_extract_adapter(base, tensors, open_adapter(finetuned)), exclude)
     else:
         check_no_parts(finetuned)
         vector = between(tensors, open_stored(finetuned).tensors, exclude)
@@ -83,20 +83,21 @@ def _extract(base: str | Path, finetuned: str | Path, exclude: Sequence[str]) ->
     return vector
 
 
-def _extract_adapter(
-    base: str | Path, stored: Mapping[str, Tensor], adapter: Adapter, exclude: Sequence[str]
-) -> TaskVector:
+def _extract_adapter(base: str | Path, stored: Mapping[str, Tensor], adapter: Adapter) -> TaskVector:
     """The change of an adapter under the names in the base's files; the base is opened only if they differ."""
     try:
-        vector = task_vector_of(adapter, stored)
+        return task_vector_of(adapter, stored)
     except CheckpointError:
         if not Path(base).is_dir():
             raise
-        model = open_model(base)
-        adapter = as_lora(adapter, model.module)
-        live = {name: file for name, file in model.weights.file_names.items() if name not in stored}
-        turned = {model.weights.file_names[name] for name in transposed_weights(model.module)}
-        vector = task_vector_of(adapter, stored, other_names=live, transposed=turned)
+    model = open_model(base)
+    names = model.weights.file_names
+    live = {name: file for name, file in names.items() if name not in stored}
+    turned = {names[name] for name in transposed_weights(model.module)}
+    return task_vector_of(as_lora(adapter, model.module), stored, other_names=live, transposed=turned)
+
+
+def _without(vector: TaskVector, exclude: Sequence[str]) -> TaskVector:
     return vector.subset(name for name in vector if not any(fnmatchcase(name, glob) for glob in exclude))
 
 
@@ -116,15 +117,12 @@ def apply(
     file = None if isinstance(vector, TaskVector) else Path(vector)
     check_new_folder(out, config.overwrite, inputs=[*([] if file is None else [file]), path_of(base)])
     loaded = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
-    record = {
-        "command": "apply",
-        "scale": config.scale,
-        "vector": files_identity(file, [file]) if file is not None else {"name": "TaskVector"},
-    }
+    about = {"name": "TaskVector"} if file is None else files_identity(file, [file])
+    record = {"command": "apply", "scale": config.scale, "vector": about}
     write_model(loaded, local(base), out, record, scale=config.scale, overwrite=config.overwrite)
-    words = other_base_note(file, base) if file is not None else ""
-    if words and events is not None:
-        events.note(words)
+    stated = "" if file is None else open_checkpoint(file).metadata.get("base_fingerprint", "")
+    if stated and same_weights(stated, open_stored(local(base)).tensors) is False and events is not None:
+        events.note(f"{vector} was made for other weights than those of {base}")
     return Path(out)
 
 
@@ -147,14 +145,6 @@ def write_model(
 def fingerprint_of(base: str | Path) -> str:
     """The fingerprint of the weights of a base, for what is made of it."""
     return weights_fingerprint(open_stored(local(base)).tensors)
-
-
-def other_base_note(vector: str | Path, base: str | Path) -> str:
-    """A note if a task-vector file was made for other weights; adding it to them may still be wanted."""
-    stated = open_checkpoint(Path(vector)).metadata.get("base_fingerprint", "")
-    if stated and same_weights(stated, open_stored(local(base)).tensors) is False:
-        return f"{vector} was made for other weights than those of {base}"
-    return ""
 
 
 def base_identity(base: Path) -> dict[str, Any]:
@@ -191,7 +181,12 @@ def merge(
     base = base or next((found for item in items if (found := stated_base(item))), None)
     if base is None and (config.as_ != "task-vector" or not all(map(is_task_vector, items))):
         raise CheckpointError("the base that was fine-tuned is not known: pass it as `base`.")
-    changes = [_change_in_files(item, base, config.exclude) for item in items]
+    changes = [
+        _without(load_task_vector(item), config.exclude)
+        if is_task_vector(item)
+        else _extract(str(base), item, config.exclude)
+        for item in items
+    ]
     if not config.accept_unlikely:
         _check_one_base(items, changes, base)
     vector = merge_vectors(changes, config.weights, rule=config.rule, density=config.density, seed=config.seed)
@@ -208,14 +203,15 @@ def merge(
         **({} if base is None else {"base": base_identity(local(base))}),
         **made_by(),
     }
-    notes = [f"{item} does not say which base it changes" for item in items if not _known_base(item)]
+    parts = [item for item in items if is_task_vector(item) or is_adapter(item)]  # the weights of a model tell it
+    notes = [f"{item} does not say which base it changes" for item in parts if not _base_fingerprint(item)]
     if notes := notes + _head_notes(items, changes):
         record["notes"] = notes
         for note in notes:
             (events or Events()).note(note)
     if isinstance(output, AdapterOutput):
         assert base is not None
-        return record | _write_adapter(vector, base, out, output, record, config.overwrite)
+        return _write_adapter(vector, base, out, output, record, config.overwrite)
     if config.as_ == "model":
         assert base is not None
         write_model(vector, local(base), out, record, scale=1.0, overwrite=config.overwrite)
@@ -223,15 +219,6 @@ def merge(
         named = {} if base is None else {"base": str(base), "base_fingerprint": fingerprint_of(base)}
         save_task_vector(out, vector, {**named, "merged": to_json(record)}, overwrite=config.overwrite)
     return record
-
-
-def _change_in_files(item: Path, base: str | Path | None, exclude: Sequence[str]) -> TaskVector:
-    """The change of a fine-tune under the names in the base's files, without the tensors of `exclude`."""
-    if not is_task_vector(item):
-        assert base is not None
-        return _extract(base, item, exclude)
-    vector = load_task_vector(item)
-    return vector.subset(name for name in vector if not any(fnmatchcase(name, glob) for glob in exclude))
 
 
 def _head_notes(items: Sequence[Path], changes: Sequence[TaskVector]) -> list[str]:
@@ -252,13 +239,13 @@ def _head_notes(items: Sequence[Path], changes: Sequence[TaskVector]) -> list[st
 
 def _check_one_base(items: Sequence[Path], changes: Sequence[TaskVector], base: str | Path | None) -> None:
     """Refuse fine-tunes of different bases, by the fingerprints of their bases, or by what is left of the base."""
-    stored = None if base is None else open_stored(local(base)).tensors
+    stored = {} if base is None else open_stored(local(base)).tensors
+    matrices = [name for name in stored if len(describe(stored, name).shape) > 1]
     known = {item: found for item in items if (found := _base_fingerprint(item))}
     for item, change in zip(items, changes, strict=True):
-        if stored is not None:
+        if base is not None:
             other = item in known and same_weights(known[item], stored) is False
-            other = other or relation(stored, change, _matrices(stored))[1] < LEAST_LEFT
-            if other:
+            if other or relation(stored, change, matrices)[1] < LEAST_LEFT:
                 raise CheckpointError(f"{item} is no fine-tune of {base}: give fine-tunes of one base, {GO_ON}.")
         elif item in known and same_fingerprints(known[first := next(iter(known))], known[item]) is False:
             raise CheckpointError(f"{first} and {item} change different bases: give fine-tunes of one base, {GO_ON}.")
@@ -269,15 +256,6 @@ def _base_fingerprint(item: Path) -> str:
     found = stated_fingerprint(opened(item))
     named = None if found else stated_base(item)
     return fingerprint_of(named) if named is not None and Path(named).exists() else found
-
-
-def _known_base(item: Path) -> bool:
-    """Return whether it can be told which base a fine-tune changes; the weights of a whole model tell it."""
-    return bool(_base_fingerprint(item)) or not (is_task_vector(item) or is_adapter(item))
-
-
-def _matrices(stored: Mapping[str, Tensor]) -> list[str]:
-    return [name for name in stored if len(describe(stored, name).shape) > 1]
 
 
 def _write_adapter(
@@ -291,8 +269,8 @@ def _write_adapter(
     model = open_model(base)
     live = {file: name for name, file in model.weights.file_names.items()}
     packed = output.packed(Update(model, vector.rename({name: live[name] for name in vector if name in live})))
-    more = {"adapter": adapter_entry(packed)}
+    record = {**record, "adapter": adapter_entry(packed)}
     with new_folder(out, overwrite=overwrite) as folder:
         write_adapter(folder, packed.adapter)
-        write_record(folder / "tuneport.json", {**record, **more})
-    return more
+        write_record(folder / "tuneport.json", record)
+    return record

@@ -2,10 +2,8 @@
 
 The fine-tuned source, the target, the port and what a distillation made of it answer the same samples, so that two of
 them are compared sample by sample. Language models are scored by bits per character or by their likeliest answers,
-encoders without classes by their fidelity to the fine-tuned source.
-
-A change on the test split counts as a gain or as harm where chance makes it in fewer than one of twenty cases: by the
-sign test on the samples that turned right and wrong, or by two standard errors of the bits per character.
+encoders without classes by their fidelity to the fine-tuned source. A change counts as a gain or as harm where chance
+makes it in fewer than one of twenty cases.
 """
 
 from __future__ import annotations
@@ -145,9 +143,9 @@ class ModelScore:
             low, high = (100 * end for end in share_interval(int(right.sum()), len(right)))
         elif self.found is not None and self.found.error is not None:
             low, high = self.value - 1.96 * self.found.error, self.value + 1.96 * self.found.error
-        ends = {"low": low, "high": high, "samples": samples}
-        head = {} if self.head is None else {"head": self.head}
-        return {"role": self.role, "name": self.name, "words": self.words, "value": self.value, **ends, **head}
+        found: dict[str, Any] = {"role": self.role, "name": self.name, "words": self.words, "value": self.value}
+        found |= {"low": low, "high": high}
+        return {**found, "samples": samples, **({} if self.head is None else {"head": self.head})}
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +160,11 @@ class Comparison:
     @property
     def written(self) -> ModelScore:
         return self.scored["distilled" if "distilled" in self.scored else "port"]
+
+    def shown(self, score: ModelScore) -> str:
+        """The value of a score with its unit."""
+        form, unit = SCORE_FORMS[self.metric]
+        return f"{score.value:{form}}{unit}"
 
     def better(self, first: ModelScore, second: ModelScore) -> int:
         """1 if the second is clearly better than the first, -1 if it is clearly worse, else 0."""
@@ -191,9 +194,11 @@ class Comparison:
             entry["source"] = self.scored["finetuned"].value
         if before.by_sample.bits is not None:
             names = {"target": "before", "finetuned": "source"}
-            kept = {names.get(role, "after"): each.found for role, each in self.scored.items() if each.found}
             details = ("accuracy", "perplexity", "tokens", "bits_per_character", "cut")
-            entry["scores"] = {name: {key: getattr(each, key) for key in details} for name, each in kept.items()}
+            entry["scores"] = {
+                names.get(role, "after"): {key: getattr(each.found, key) for key in details}
+                for role, each in self.scored.items()
+            }
         rows = [each.row(samples) for each in self.scored.values()]
         return {"evaluation": entry, "accuracies": rows, **self._by_sample(before.by_sample, after.by_sample)}
 
@@ -203,10 +208,8 @@ class Comparison:
             return {}
         flips = {"right": after.right & ~before.right, "wrong": before.right & ~after.right}
         turned: dict[str, Any] = {f"{name}_count": int(which.sum()) for name, which in flips.items()}
-        turned |= {
-            name: [self._turned(int(index), before, after) for index in np.flatnonzero(which)[:SHOWN]]
-            for name, which in flips.items()
-        }
+        for name, which in flips.items():
+            turned[name] = [self._turned(int(index), before, after) for index in np.flatnonzero(which)[:SHOWN]]
         if not before.classes:  # a label is a place among the answers of its sample
             return {"turned": turned}
         classes = [
@@ -240,20 +243,22 @@ def compare(
 
     Args:
         models: both base models.
-        change: what the fine-tune changed in the source.
+        change: what the fine-tune changed in the source, which has the `name`.
         calibration: whose heads are scored, with the samples that the heads were fitted on.
         made: each output, as a model and the parameters that it gets.
         on: the samples that are scored.
         config: the options of the transfer.
-        name: of the fine-tuned source.
+        name: see `change`.
         progress: called with the number of samples that a model has answered.
     """
     test = on.test
+    wanted: Tensor | None = None  # what a fidelity is to
     protocol = "zero-shot" if calibration.heads is not None else usual_protocol(models.target, test)
-    if protocol == "zero-shot" and calibration.heads is None:  # an encoder without classes
-        return _by_fidelity(models, change, made, on)
+    scored: dict[Role, ModelScore] = {}
 
     def score(role: Role, model: Model) -> ModelScore:
+        if wanted is not None:
+            return ModelScore(role, model.name, fidelity(compute_features(model, test), wanted))
         if protocol == "zero-shot":
             found = zero_shot(model, choose_head(model, config.head, test), test, progress=progress)
         else:
@@ -262,8 +267,13 @@ def compare(
         assert value is not None
         return ModelScore(role, model.name, value, found)
 
-    scored: dict[Role, ModelScore] = {}
-    if is_whole(models.source, change, config.exclude):
+    metric: Metric = "bits per character" if protocol == "perplexity" else "accuracy"
+    if protocol == "zero-shot" and calibration.heads is None:  # an encoder without classes
+        models.source.require_in_memory("a comparison with the fine-tuned source", "evaluate the result afterwards")
+        metric = "fidelity"
+        with finetuned(models.source, change.vector):
+            wanted = compute_features(models.source, test)
+    elif is_whole(models.source, change, config.exclude):
         with finetuned(models.source, change.vector):
             scored["finetuned"] = replace(score("finetuned", models.source), name=name)
     scored["target"] = score("target", before_port(models.target, calibration.samples, fits=change.fits_head))
@@ -273,26 +283,9 @@ def compare(
     if change.fits_head:
         own = {"finetuned"} if is_bare(models.target, fits=True) else {"finetuned", "target"}
         scored = {role: replace(each, head="own" if role in own else "fitted") for role, each in scored.items()}
-    metric: Metric = "bits per character" if protocol == "perplexity" else "accuracy"
-    return Comparison(on, protocol, metric, scored)
-
-
-def _by_fidelity(
-    models: Sides[Model],
-    change: Change,
-    made: Mapping[Role, tuple[Model, Mapping[str, Tensor]]],
-    on: Unseen,
-) -> Comparison:
-    models.source.require_in_memory("a comparison with the fine-tuned source", "evaluate the result afterwards")
-    with finetuned(models.source, change.vector):
-        wanted = compute_features(models.source, on.test)
-    scored: dict[Role, ModelScore] = {}
-    for role, (model, tensors) in {"target": (models.target, {}), **made}.items():
-        with changed(model.module, tensors):
-            scored[role] = ModelScore(role, model.name, fidelity(compute_features(model, on.test), wanted))
-    if not all(math.isfinite(each.value) for each in scored.values()):
-        raise DataError(f"{on.test} shows no fidelity: a model gives all pairs of its samples one cosine.")
-    return Comparison(on, "fidelity", "fidelity", scored)
+    if not all(math.isfinite(each.value) for each in scored.values()) and metric == "fidelity":
+        raise DataError(f"{test} shows no fidelity: a model gives all pairs of its samples one cosine.")
+    return Comparison(on, "fidelity" if metric == "fidelity" else protocol, metric, scored)
 
 
 @dataclass(frozen=True)
@@ -316,12 +309,12 @@ def summarize(
     """The outcome of a transfer.
 
     Args:
-        evaluated: its scores on a test split, if there are any.
+        evaluated: its scores on a test split; None for a `reason`.
         scale: of the change.
         rule: that chose it, if one did.
         head: whether a head was fitted.
         distilled: whether a distillation changed the port.
-        reason: why there are no scores.
+        reason: see `evaluated`.
     """
     same = scale == 0 and not head and not distilled
     zero = f"the {'chosen ' if rule else ''}scale is 0, and the output is the target as it was"
@@ -333,13 +326,13 @@ def summarize(
         why = f": {reason}" if reason else ""
         return Outcome("not measured", f"the gain was not measured{why}{alone}", UNKNOWN)
     before, after = evaluated.scored["target"], evaluated.written
-    form, unit = SCORE_FORMS[evaluated.metric]
     kind = "held-out" if evaluated.on.held_out else "test"
     where = f"held-out samples of {evaluated.on.test.name}" if evaluated.on.held_out else evaluated.on.test.name
-    what = f"{evaluated.metric} on {where}: {before.value:{form}} -> {after.value:{form}}{unit}"
+    found = f"{evaluated.metric} on {where}: {evaluated.shown(before)}"
     if same:
-        headline = f"{evaluated.metric} on {where}: {before.value:{form}}{unit}, as before: nothing moved"
-        return Outcome("nothing moved", f"{headline}; {zero}; try {other}", advice)
+        return Outcome("nothing moved", f"{found}, as before: nothing moved; {zero}; try {other}", advice)
+    form, _ = SCORE_FORMS[evaluated.metric]
+    what = f"{evaluated.metric} on {where}: {before.value:{form}} -> {evaluated.shown(after)}"
     change = evaluated.better(before, after)
     if change > 0 and (guessed := evaluated.guessed):
         said = f"no better than a guess among {guessed} classes"
@@ -364,21 +357,16 @@ UNKNOWN = "Evaluate the output before you use it: tuneport evaluate needs data w
 
 
 def _recommended(evaluated: Comparison, change: int, distilled: bool) -> str:
-    form, unit = SCORE_FORMS[evaluated.metric]
-
-    def value(of: ModelScore) -> str:
-        return f"{of.value:{form}}{unit}"
-
     after, old = evaluated.written, evaluated.scored.get("finetuned")
     on = "more texts" if evaluated.metric == "bits per character" else "labels"
     more = f"fine-tune the target on {on}" if distilled else f"add {MORE}, or fine-tune the port on {on}"
     if change < 0:
-        keep = evaluated.scored["target"].words if old is None else f"the old model ({value(old)})"
+        keep = evaluated.scored["target"].words if old is None else f"the old model ({evaluated.shown(old)})"
         return f"Keep {keep}, or {more}: this output is worse than the target without it."
     if old is not None and evaluated.better(old, after) < 0:
-        return f"Keep the old model while you can ({value(old)} against {value(after)}), or {more}."
+        return f"Keep the old model while you can ({evaluated.shown(old)} against {evaluated.shown(after)}), or {more}."
     if change == 0:
         shows = "The held-out samples show" if evaluated.on.held_out else "The test split shows"
         return f"{shows} no gain: {more}, or give more samples."
-    against = "" if old is None else f": the old model has {value(old)}"
+    against = "" if old is None else f": the old model has {evaluated.shown(old)}"
     return f"Use {'the distilled port' if distilled else 'the port'}{against}."

@@ -5,7 +5,6 @@ From paths to an output, without a transfer before it. `pipeline.upgrade` makes 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import DistillConfig, DistillInputs, LessonsConfig, TransferConfig, UpgradeConfig
+from ..config import DistillConfig, DistillInputs, LessonsConfig, TransferConfig
 from ..data.dataset import Dataset
 from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
@@ -32,7 +31,6 @@ from ..outputs import Output, Update, output_of
 from ..pairing import Plan
 from ..processes import by_first, ranks, undivided
 from ..report.provenance import data_identity, identity_of
-from ..report.record import to_json
 from ..runtime.resume import Work, fingerprint
 from ..synthetic.samples import OldModel
 from ..task_vectors.lora_format import Adapter
@@ -40,10 +38,10 @@ from ..task_vectors.vector import TaskVector
 from ..training.distill import teach
 from ..types import Events, Sides
 from .evaluate import with_protocol
-from .inputs import about_inputs
-from .lessons import Lessons, Rows, lessons_of, read_own, samples_of, texts_of_test_split
-from .result import Result
-from .run import check_out, claimed_by_first, finished, refused_whole, state_file
+from .inputs import about_inputs, conditions_of
+from .lessons import Lessons, lessons_of, read_own, samples_of, texts_of_test_split
+from .run import check_out, claimed_by_first, state_file, write_taught
+from .transfer import Result
 
 
 def distill(
@@ -79,24 +77,20 @@ def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Even
 
     A killed run can be resumed to the same bytes.
     """
-    out, output, events = Path(inputs.out), output_of(_output_options(config)), events or Events()
+    out, output = Path(inputs.out), output_of(_output_options(config))
     check_out(out, output, config, inputs.finetuned, inputs.target, inputs.data, inputs.source, config.head)
     found = _prepare(inputs.finetuned, inputs.target, inputs.data, inputs.source, config)
     if inputs.data is not None:
         found = replace(found, about=with_protocol(found.about, found.old.models.target, inputs.data, config.head))
-    work = Work(out, deciding(found.about, config), config.save_every)
+    work = Work(out, conditions_of(found.about, config), config.save_every)
+    size = _size(found.old.models.target, config, output)
+
+    def make(work: Work) -> Mapping[str, Any]:
+        result = _taught(found, config, events or Events(), work)
+        return by_first(lambda: result.write(out, overwrite=config.overwrite))
+
     with claimed_by_first(out):
-        if config.resume and (done := finished(work, output)) is not None:
-            return done
-        size = _size(found.old.models.target, config, output)
-        by_first(lambda: output.check_place(out, config.overwrite, needed_bytes=size))
-        if not config.resume:
-            by_first(work.remove)
-        with refused_whole(work):
-            result = _taught(found, config, events, work)
-        written = by_first(lambda: result.write(out, overwrite=config.overwrite))
-        by_first(work.remove)
-    return written
+        return write_taught(work, output, config, make, size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,14 +132,14 @@ def _prepare(
         if model.inputs.encode is None:
             raise TuneportError(model.unreadable)
     about = about_inputs("distill", config, models, [tuned], None)
-    about |= {"resolved": {"device": str(device), "dtype": dtype}, **_others(config)}
+    about |= {"resolved": {"device": str(device), "dtype": dtype}, **about_others(config)}
     if data is None:
         return _Prepared(OldModel(models, vector), None, None, {**about, "data": {"name": "written samples"}})
     task, where = split_reference(data) if isinstance(data, (str, Path)) else (None, data)
     dataset = read_own(data, config)
     for model in models:
         model.check_kind(dataset)
-    heads = _heads(models, config.head, dataset) if any(model.generates is None for model in models) else None
+    heads = _heads(models, config.head, dataset)
     unlabelled = replace(dataset, labels=None)
     indices = select(unlabelled, samples=config.samples, sampler=config.sampler, seed=config.seed)
     read = data_identity(where, dataset, indices, heads)
@@ -155,37 +149,7 @@ def _prepare(
     return _Prepared(old, dataset.subset(indices), heads, about, test)
 
 
-def about_upgrade(
-    models: Sides[Model], tuned: Any, data: Any, own: Dataset | None, indices: Rows | None, config: UpgradeConfig
-) -> dict[str, Any]:
-    """The inputs of an upgrade with their SHA-256, and its options, for the record."""
-    parts = tuned if isinstance(tuned, (list, tuple)) else [tuned]
-    drawn: Mapping[str, Any] = {"name": "written samples"}
-    if own is not None:
-        drawn = {
-            **data_identity(data, own, np.arange(len(own))),
-            "indices": [] if indices is None else indices.tolist(),
-        }
-    about = about_inputs("upgrade", config, models, map(opened, parts), drawn)
-    about["resolved"] = {"device": str(models.target.device), "dtype": config.dtype}
-    return {**about, **_others(config)}
-
-
-def deciding(about: Mapping[str, Any], config: LessonsConfig) -> dict[str, Any]:
-    """What decides a result, as JSON values: inputs without their paths, and options that are no mere control."""
-    control = {item.name for item, option in config.options() if option.control}
-    options = {name: value for name, value in about["options"].items() if name not in control}
-    plain: dict[str, Any] = _without_paths(json.loads(to_json({**about, "options": options})))
-    return plain
-
-
-def _without_paths(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_paths(item) for key, item in value.items() if key not in ("path", "protocol")}
-    return [_without_paths(item) for item in value] if isinstance(value, list) else value
-
-
-def _others(config: LessonsConfig) -> dict[str, Any]:
+def about_others(config: LessonsConfig) -> dict[str, Any]:
     """The identities of extra samples and of a generator, for the record."""
     found: dict[str, Any] = {}
     if config.extra is not None:
@@ -199,7 +163,9 @@ def _others(config: LessonsConfig) -> dict[str, Any]:
 
 
 def _heads(models: Sides[Model], wanted: str | None, dataset: Dataset) -> Sides[Head] | None:
-    """A head for each model, or none where nothing names classes: then similarities are taught."""
+    """A head for each model; none for writers, or where nothing names classes: then similarities are taught."""
+    if all(model.generates is not None for model in models):
+        return None
     if wanted is None and not dataset.classes and any(model.outputs.logits is None for model in models):
         return None
     return Sides(*(choose_head(model, wanted, dataset) for model in models))
@@ -211,7 +177,7 @@ def _taught(found: _Prepared, config: DistillConfig, events: Events, work: Work 
         lessons = lessons_of(found.old, found.own, config, test=found.test, work=work, events=events)
         samples = samples_of(found.old.models, lessons.own, found.heads)
         about = {**found.about, "resolved": {**found.about["resolved"], "loss": samples.objective.name}}
-        about["fingerprint"] = fingerprint(deciding(found.about, config))
+        about["fingerprint"] = fingerprint(conditions_of(found.about, config))
         saved = None if work is None else state_file(work)
         return taught(samples, found.old.vector, lessons, config, about, events, saved)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..config import DistillConfig, MeasureConfig, PlanConfig, PlanInputs, TransferConfig, UpgradeConfig
+from ..config import DistillConfig, MeasureConfig, PlanConfig, PlanInputs, UpgradeConfig
 from ..data.tasks import read_data
 from ..errors import MethodError, TuneportError, first_of
 from ..measure.fitted_heads import is_bare
@@ -20,13 +20,10 @@ from ..methods import Method, get_method, name_of
 from ..models.base import Model
 from ..models.change import every_layer, is_whole
 from ..models.open import outline_model, pick_dtype
-from ..outputs import ModelOutput, output_of
+from ..outputs import ModelOutput
 from ..pairing import Kept, Plan
-from ..report.summary import label_words
-from ..runtime.budget import passes_of, plan_passes
-from ..runtime.costs import GPU, Costs, teaching_bytes, teaching_hours
 from ..runtime.forecast import Forecast
-from ..runtime.passes import Passes
+from ..runtime.passes import Passes, passes_of, plan_passes
 from ..task_vectors.vector import account
 from ..training.division import schedule_of
 from ..training.matching import BATCH, TEXT_BATCH
@@ -34,13 +31,19 @@ from ..types import ScaleRule, Sides
 from .comparison import USUAL, usual_test
 from .inputs import check_weights, count_forward_passes
 from .lessons import FEW, FEWEST, HELD_OUT, MOST_HELD_OUT, MOST_SAMPLES, PORTED, views_each
-from .plan import changed_parts, not_transported_by, plan_of
+from .plan import changed_parts, make_plan, not_transported_by
 from .scale import Judge
 from .transfer import Setup, choose_rule, prepare
 
 DEVICES = (1, 2, 4, 8)
-TAUGHT = 64  # samples of a step of distillation, as a rule
 MOST = 2**24  # the largest number of texts, and of tokens in a batch, in a plan
+
+# The teaching of a LoRA as it was measured on one GPU, results/speed/distill-8b-cuda.json.
+GPU = "NVIDIA H200"
+SECONDS, TOKENS = 141.66, 409_600  # that were taught
+WEIGHTS = 16_027_010_048  # of teacher and student
+BESIDE = 10_528_190_464  # bytes beside both models
+FEATURES = 2_727_936  # that all layers of the student read and write
 
 
 def plan(
@@ -76,10 +79,8 @@ def estimate(inputs: PlanInputs, config: PlanConfig) -> dict[str, Any]:
     check_weights(setup.models.source, setup.change.vector, setup.plan, accept=config.accept_unlikely)
     test = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
     found = describe(setup, config, tested=0 if isinstance(test, str) else min(len(test), USUAL))
-    words = label_words(setup.about)
-    labels = [f"{len(setup.calibration.samples)} samples {words}"] if words else []
     own = 0 if inputs.data is None else len(read_data(inputs.data, "train", labelled=False, columns=config.columns))
-    return {**found, "routes": planned_routes(setup, own), "notes": [*labels, *setup.about.get("notes", ())]}
+    return {**found, "routes": planned_routes(setup, own), "notes": setup.notes}
 
 
 def planned_routes(setup: Setup, own: int) -> dict[str, dict[str, Any]]:
@@ -98,15 +99,16 @@ def planned_routes(setup: Setup, own: int) -> dict[str, dict[str, Any]]:
         "distill": {"samples": taught, "steps": schedules[0].steps},
         "synthetic": {"samples": taught, "written": written, "steps": schedules[1].steps},
     }
+    why_not: dict[str, str] = {}
     try:
         check_same_shapes(setup)
     except MethodError as error:
-        found["copy"] = {"why_not": str(error)}
+        why_not["copy"] = str(error)
     if count < FEWEST:
-        found |= {name: {"why_not": f"{count} own samples, and {FEWEST} are needed"} for name in ("port", "distill")}
+        why_not |= dict.fromkeys(("port", "distill"), f"{count} own samples, and {FEWEST} are needed")
     if not writes:
-        found["synthetic"] = {"why_not": "nobody writes samples: it needs `generator` or `extra`"}
-    return found
+        why_not["synthetic"] = "nobody writes samples: it needs `generator` or `extra`"
+    return found | {name: {"why_not": text} for name, text in why_not.items()}
 
 
 def check_same_shapes(setup: Setup) -> None:
@@ -127,11 +129,14 @@ def describe(setup: Setup, config: MeasureConfig, *, tested: int = 0) -> dict[st
     method, scale, change = get_method(config.method), choose_rule(setup, config.scale), setup.change
     measurement, plan, models = setup.measurement(config, method), setup.plan, setup.models
     passes = passes_of(measurement, change.vector, method, chooses_scale=isinstance(scale, str))
-    within: dict[str, Any] = {}
-    if passes is not None:
-        within = {"groups": [len(group) for group in passes.groups]}
+    within: dict[str, Any] = {} if passes is None else {"groups": [len(group) for group in passes.groups]}
     if passes is not None and config.memory_budget is not None:
         within |= {**_bytes(passes), "home": "files" if models.target.weights.offloaded else "RAM"}
+    tokenizers: dict[str, Any] = {}
+    source, target = (model.inputs.reader for model in models)
+    if source is not None and target is not None:
+        tokenizers["same_tokenizer"] = source.same_tokens(target)
+        tokenizers |= {name: setup.about[name] for name in ("tokens",) if name in setup.about}
     kept = method.kept(plan)
     moved = _moved(plan, method, kept) | set(change.added.vector)
     return {
@@ -152,7 +157,7 @@ def describe(setup: Setup, config: MeasureConfig, *, tested: int = 0) -> dict[st
         ],
         "not_transported": [asdict(item) for item in not_transported_by(models.target, plan, moved, kept)],
         **account(changed_parts(models.source, change, plan, moved, kept)),
-        **_tokenizers(models, setup.about),
+        **tokenizers,
         "expected": {
             "statistics_bytes": statistics_bytes(measurement),
             "answers": count_answers(setup, scale, tested, config.exclude)._asdict(),
@@ -179,38 +184,6 @@ def count_answers(setup: Setup, scale: float | ScaleRule, tested: int, exclude: 
     return Sides(of_source, count * (candidates * (1 + fits) + 2 * fits + bare) + 2 * tested)
 
 
-class Units(NamedTuple):
-    """What a transfer costs as `Costs` counts, and parts of that; and how many samples of a test split are scored."""
-
-    whole: float
-    distilling: float
-    scoring: float
-    scored: int
-
-
-def units_of(
-    setup: Setup, config: TransferConfig, scale: float | ScaleRule, passes: Passes | None, *, tested: int
-) -> Units:
-    """The sum of the units that the steps of a transfer have; `tested` samples of a test split are scored."""
-    measurement, pairs = setup.measurement(config, get_method(config.method)), setup.plan.pairs
-    costs, count, target = Costs.of(measurement), len(setup.calibration.samples), setup.models.target
-    groups = [pairs] if passes is None else passes.groups
-    asked = count_forward_passes(setup.models.source, setup.change, setup.calibration, config.exclude)
-    whole = asked * costs.answer.source + sum(count * costs.measure(group) for group in groups) + costs.solve(pairs)
-    if isinstance(scale, str):
-        judge = Judge(target, setup.calibration, output_of(config), setup.change.fits_head)
-        halves = [len(half.samples) for half in measurement.halves()]
-        halves = halves if sum(halves) == count else halves[:1]
-        judging = halves[:1] if judge.searches else halves  # of a language model the first is enough as a rule
-        solving = judging if len(groups) == 1 else halves
-        whole += costs.answer.target * judge.passes * sum(judging) * judge.usually + len(solving) * costs.solve(pairs)
-    distilling = (config.distill or 0) * TAUGHT * (costs.answer.source + 3 * costs.answer.target)
-    sources = int(is_whole(setup.models.source, setup.change, config.exclude))
-    targets = 2 + (config.distill is not None)
-    scoring = tested * (sources * costs.answer.source + targets * costs.answer.target)
-    return Units(whole + distilling + scoring, distilling, scoring, tested * (sources + targets))
-
-
 def statistics_bytes(measurement: Measurement) -> int:
     """The bytes of the statistics after all samples; at most as many, if the models cannot run without values."""
     signals, pairs = measurement.signals, measurement.plan.pairs
@@ -220,15 +193,6 @@ def statistics_bytes(measurement: Measurement) -> int:
         return Forecast.of(measurement).statistics_bytes(pairs)
     except TuneportError:  # they read values, or the batches can be read only once
         return sum(8 * math.prod(pair.widths(signal)) for pair in pairs for signal in pair.wanted(signals))
-
-
-def _tokenizers(models: Sides[Model], about: Mapping[str, Any]) -> dict[str, Any]:
-    """For two text models: whether their tokenizers are equal, and how many tokens of the samples have a partner."""
-    source, target = (model.inputs.reader for model in models)
-    if source is None or target is None:
-        return {}
-    counted = {"tokens": about["tokens"]} if "tokens" in about else {}
-    return {"same_tokenizer": source.same_tokens(target), **counted}
 
 
 def _bytes(passes: Passes) -> dict[str, int]:
@@ -241,9 +205,7 @@ def _moved(plan: Plan, method: Method, kept: tuple[Kept, ...]) -> set[str]:
     pairs = [pair for pair in plan.pairs if pair.target.name not in stays]
     names = {pair.target.weight for pair in pairs}
     names |= {pair.target.bias for pair in pairs if pair.target.bias and pair.source.bias}
-    if method.moves_loose:
-        names |= {pair.target.name for pair in plan.loose} - stays
-    return names
+    return names | ({pair.target.name for pair in plan.loose} - stays if method.moves_loose else set())
 
 
 def estimate_shapes(source: str | Path, target: str | Path, config: PlanConfig) -> dict[str, Any]:
@@ -295,8 +257,9 @@ def teaching_of_shapes(models: Sides[Model], config: PlanConfig) -> dict[str, An
     texts, budget, size = UpgradeConfig().synthetic or 0, config.memory_budget or 0, pick_dtype(config.dtype).itemsize
     steps = schedule_of(DistillConfig(), models.target, TEXT_BATCH, texts).steps
     weights = sum(weight.numel() for model in models for weight in model.module.parameters())
-    hours = teaching_hours(steps * TEXT_BATCH * config.length, weights)
-    beside, fetched = teaching_bytes(models.target), size * max(map(_fetched_weights, models))
+    hours = SECONDS / 3600 * (steps * TEXT_BATCH * config.length / TOKENS) * (weights / WEIGHTS)
+    features = sum(layer.in_features + layer.out_features for layer in models.target.architecture.layers)
+    beside, fetched = round(BESIDE * (features / FEATURES)), size * max(map(_fetched_weights, models))
     whole = size * weights + beside <= budget
     lines: list[dict[str, Any]] = []
     fewest = 0  # devices that hold both models
@@ -331,7 +294,7 @@ def measurement_of_shapes(source: str | Path, target: str | Path, config: PlanCo
     for model in models:
         if model.inputs.kind != "text" or model.generates == "seq2seq":
             raise TuneportError(f"{model.name}: a plan from config.json needs an encoder or a decoder of text.")
-    method, plan = get_method(config.method), plan_of(*models, every_layer(models.source))
+    method, plan = get_method(config.method), make_plan(models, every_layer(models.source), MeasureConfig())
     method.check(plan)
     sizes = [min(batch_size, samples - start) for start in range(0, samples, batch_size)]
     ids = torch.zeros(batch_size, length, dtype=torch.int64)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..config import EvaluateConfig
-from ..data.dataset import Dataset, align_labels
+from ..data.dataset import align_labels
 from ..data.samplers import select
 from ..data.tasks import read_data
 from ..errors import CheckpointError, OptionError, TuneportError
@@ -64,8 +64,7 @@ def evaluate(
     test = read_data(data, "test", labelled=False, columns=config.columns)
     device = pick_device(config.device)
     more: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "classes": config.classes}
-    opened = open_written(model, base, device=device, **more)
-    opened = opened.cut_at(config.max_length)
+    opened = open_written(model, base, device=device, **more).cut_at(config.max_length)
     protocol = config.protocol or usual_protocol(opened, test, config.head)
     if protocol == "zero-shot" and config.head is None and opened.outputs.logits is not None:
         check_counted(opened, choose_head(opened, None, test))
@@ -76,14 +75,14 @@ def evaluate(
         scorer = choose_head(opened, config.head, test)
         align_labels(test, scorer.classes)
         score = partial(zero_shot, opened, scorer, test)
-    elif protocol == "perplexity":
-        score = partial(perplexity, opened, test)
-    elif protocol == "likelihood":
-        score = partial(likelihood, opened, test)
-    else:
-        train = _training_samples(data, config)
+    elif protocol == "linear-probe":
+        train = read_data(data, "train", columns=config.columns)
+        if config.samples is not None:
+            train = train.subset(select(train, samples=config.samples, seed=config.seed))
         score = partial(linear_probe, opened, train, test)
         total += len(train)
+    else:
+        score = partial(perplexity if protocol == "perplexity" else likelihood, opened, test)
     events.step("evaluating")
     events.plan(total)
     size = config.batch_size or (TEXTS if protocol in ("perplexity", "likelihood") else IMAGES)
@@ -166,14 +165,6 @@ def with_protocol(
     unused = test.split != "all"  # else calibration has used some of the samples
     found = unused and (protocol == "perplexity" or test.labels is not None)
     return {**about, "data": {**about["data"], "protocol": protocol}} if found else dict(about)
-
-
-def _training_samples(data: str | Path, config: EvaluateConfig) -> Dataset:
-    """The samples that a linear probe is fitted on."""
-    train = read_data(data, "train", columns=config.columns)
-    if config.samples is None:
-        return train
-    return train.subset(select(train, samples=config.samples, seed=config.seed))
 
 
 def open_written(

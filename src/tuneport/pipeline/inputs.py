@@ -1,11 +1,9 @@
 """Open, check and describe what a user gives: both base models, and what the fine-tune changed in the source.
 
-Checks catch swapped and foreign inputs before any work: is this a fine-tune of this base, and for these labels? A
-fine-tune changes the weights of its base by a few percent of their norm. The weights of another base have nothing in
-common with them: the difference is larger than their norm, and takes them away. On labelled samples a fine-tune is
-better than its base. It is refused where it is clearly worse (a sign test) than a base that is better than a guess, and
-where it is no better than a guess: a head or classes in another order. With fewer than `LEAST` samples the second is
-chance.
+Is this a fine-tune of this base, and for these labels? A fine-tune changes the weights of its base by a few percent of
+their norm. The weights of another base have nothing in common with them: the difference takes them away. On labelled
+samples a fine-tune is refused where it is clearly worse (a sign test) than a base that is better than a guess, and
+where it is no better than a guess itself: a head or classes in another order.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -30,7 +28,6 @@ from ..measure.fitted_heads import labelling_by, renamed_classes, scores_by, tak
 from ..measure.objectives import TokenLoss
 from ..measure.samples import Calibration, DatasetSamples
 from ..measure.signals import frozen
-from ..methods import Method, name_of
 from ..models.base import Model, ModelLike
 from ..models.change import (
     Change,
@@ -59,6 +56,7 @@ from .scale import ScaleChoice
 LEAST_LEFT = 0.5  # of the weights of the base in a fine-tune: their coefficient in it
 LAYERS = 16  # in which that is measured
 TEXTS = 16  # that the fine-tuned source and its base read at most: their losses refuse nothing
+DECIDING = ("tuneport", "resolved", "versions", "source", "finetuned", "target", "data", "extra", "generator")
 GO_ON = "or pass `accept_unlikely=True`"
 
 
@@ -81,14 +79,7 @@ def read_change(
 ) -> tuple[Sides[Model], Change]:
     """Read what a fine-tune changed; both models get a head for its classes, if it has one that is to be fitted.
 
-    Args:
-        models: both base models.
-        finetuned: the fine-tuned source, an adapter of it, or a task vector; of a list, the changes are added.
-        config: the options.
-        has_samples: whether samples will be drawn from data; no head is fitted on the caller's own batches.
-
-    Returns:
-        The models, with their heads, and the change.
+    No head is fitted on the caller's own batches: `has_samples` says whether samples will be drawn from data.
     """
     given = finetuned if isinstance(finetuned, (list, tuple)) else [cast(Finetuned, finetuned)]
     parts = tuple(map(opened, given))
@@ -103,10 +94,13 @@ def read_change(
     if headed is not None:
         source, vector = take_head(models.source, tuned, vector, exclude)
         models = Sides(source, models.target)
-    fits = headed is not None
-    whole = None
+    fits, whole = headed is not None, None
     if fits or config.labels == "source":
-        whole = _whole(models.source, tuned) if exclude else vector
+        try:
+            whole = change_of(models.source, tuned) if exclude else vector
+        except CheckpointError as error:
+            reason = "the fine-tuned source cannot label samples, for it does not fit its base"
+            raise CheckpointError(f"{reason}: {error}") from error
         whole = whole.subset(name for name in whole if not fits or name not in models.source.head)
     models = Sides(*(model.cut_at(config.max_length) for model in models))  # a head makes a model anew
     return models, Change(vector, parts, whole, added_by(models, tuned, exclude), fits)
@@ -121,15 +115,6 @@ def _headed(models: Sides[Model], tuned: Finetuned, config: MeasureConfig) -> Si
     headed = with_heads(models, labelling, config.trust_remote_code)
     assert headed.source.classifier is not None
     return None if headed.source.matches(f"{headed.source.classifier.path}.weight", config.exclude) else headed
-
-
-def _whole(source: Model, finetuned: Finetuned) -> TaskVector:
-    """All that the fine-tune changes, also the tensors of `exclude`."""
-    try:
-        return change_of(source, finetuned)
-    except CheckpointError as error:
-        reason = "the fine-tuned source cannot label samples, for it does not fit its base"
-        raise CheckpointError(f"{reason}: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,17 +133,15 @@ class InputCheck:
         target: float | None = None
         if choice is not None and choice.samples == self.samples:
             found = choice.scores[0.0]
-            if self.metric == "loss":
-                target = found.loss if found.accuracy is None else None
-            elif found.accuracy is not None:
-                target = round(found.accuracy * self.samples)
+            right = None if found.accuracy is None else round(found.accuracy * self.samples)
+            target = right if self.metric == "accuracy" else found.loss if right is None else None
         numbers = {"source": self.source, "finetuned": self.finetuned, "target": target, "change": self.change}
         return {"samples": self.samples, "metric": self.metric, **numbers, "sentence": self.sentence}
 
     @property
     def sentence(self) -> str:
         """For the user, before anything is measured; nothing where nothing is known."""
-        if self.source is None or self.finetuned is None:
+        if self.source is None:
             return ""
         if self.metric == "accuracy":
             right = f"the fine-tuned source is right on {self.finetuned} of {self.samples} samples"
@@ -176,8 +159,6 @@ def check_inputs(
 ) -> InputCheck:
     """Run the fine-tuned source and its base on the samples, if they are whole and the samples have true labels.
 
-    `progress` is told the samples that each of the two has answered.
-
     Raises:
         CheckpointError: if this cannot be a fine-tune of this base for these labels, unless that is accepted.
     """
@@ -187,8 +168,22 @@ def check_inputs(
     samples, losses = calibration.samples, calibration.losses
     assert isinstance(samples, DatasetSamples)
     if losses is not None and isinstance(losses.source, TokenLoss):
-        return _by_tokens(source, change, samples, losses.source, found.change, progress)
-    return _by_classes(source, change, samples, found.change, progress, accept=config.accept_unlikely)
+        # a fine-tune may well be worse on texts of another kind, so that nothing is refused
+        base, tuned = _losses_of_texts(source, change, _some_texts(samples), losses.source, progress)
+        return replace(
+            found, samples=len(base), metric="loss", source=float(base.mean()), finetuned=float(tuned.mean())
+        )
+    assert samples.heads is not None
+    head, chosen, scores = samples.heads.source, samples.chosen, []
+    labels = align_labels(chosen, head.classes).labels
+    for vector in (TaskVector({}), change.teacher if change.fits_head else change.vector):
+        scores.append(scores_by(source, vector, head, chosen, batch_size=samples.size))
+        progress(len(samples))
+    base, tuned = (each.argmax(-1) == labels for each in scores)
+    if not config.accept_unlikely:
+        check_right(source, base, tuned, len(head.classes))
+    counts: dict[str, Any] = {"source": int(base.sum()), "finetuned": int(tuned.sum())}
+    return replace(found, samples=len(samples), **counts, scores=(scores[0], scores[1]))
 
 
 def check_weights(source: Model, vector: TaskVector, plan: Plan, *, accept: bool = False) -> float | None:
@@ -213,32 +208,10 @@ def count_forward_passes(source: Model, change: Change, calibration: Calibration
     return 2 * (len(_some_texts(samples)) if tokens else len(samples) if classes else 0)
 
 
-def _by_classes(
-    source: Model, change: Change, samples: DatasetSamples, size: float | None, progress: Progress, *, accept: bool
-) -> InputCheck:
-    assert samples.heads is not None
-    head, chosen = samples.heads.source, samples.chosen
-    labels = align_labels(chosen, head.classes).labels
-    whole = change.teacher if change.fits_head else change.vector
-    scores = []
-    for vector in (TaskVector({}), whole):
-        scores.append(scores_by(source, vector, head, chosen, batch_size=samples.size))
-        progress(len(samples))
-    base, tuned = (each.argmax(-1) == labels for each in scores)
-    counts = int(base.sum()), int(tuned.sum())
-    if not accept:
-        check_right(source, base, tuned, len(head.classes))
-    return InputCheck(size, len(samples), "accuracy", *counts, scores=(scores[0], scores[1]))
-
-
 def check_right(source: Model, base: NDArray[np.bool_], tuned: NDArray[np.bool_], classes: int) -> None:
     """Refuse a fine-tune that is right on so few samples that it cannot be one for these labels.
 
-    Args:
-        source: its base.
-        base: which samples the base has right.
-        tuned: which samples the fine-tune has right.
-        classes: of the head.
+    `base` and `tuned` say which samples each of the two has right, among so many classes.
     """
     count, right = len(tuned), int(tuned.sum())
     better = direction(int((tuned & ~base).sum()), int((base & ~tuned).sum()))
@@ -262,11 +235,10 @@ def _some_texts(samples: DatasetSamples) -> DatasetSamples:
     return samples.take(np.flatnonzero(np.isin(samples.indices, some)))
 
 
-def _by_tokens(
-    source: Model, change: Change, samples: DatasetSamples, loss: TokenLoss, size: float | None, progress: Progress
-) -> InputCheck:
-    """The losses of some texts; a fine-tune may well be worse on texts of another kind, so that nothing is refused."""
-    samples = _some_texts(samples)
+def _losses_of_texts(
+    source: Model, change: Change, samples: DatasetSamples, loss: TokenLoss, progress: Progress
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The losses of the base and of its fine-tune on each text."""
 
     def each(place: int) -> Tensor:
         batches = samples.take_batches(place, place + 1)
@@ -280,8 +252,7 @@ def _by_tokens(
 
     base = losses()
     with finetuned(source, change.vector):
-        tuned = losses()
-    return InputCheck(size, len(base), "loss", float(base.mean()), float(tuned.mean()))
+        return base, losses()
 
 
 def relation(stored: Mapping[str, Tensor], vector: TaskVector, weights: Iterable[str]) -> tuple[float | None, float]:
@@ -312,16 +283,15 @@ def describe_inputs(
     config: MeasureConfig,
 ) -> dict[str, Any]:
     """Describe a transfer before anything has run: options, inputs and their SHA-256, versions, notes for the user."""
-    device = pick_device(config.device)
+    device, samples = pick_device(config.device), calibration.samples
     opened = [model.module if model.weights.folder is None else model.name for model in models]
     dtype, dtype_note = dtype_on(device, config.dtype, *opened)
     record = about_inputs("transfer", config, models, change.parts, drawn)
     record["resolved"] = {"device": str(device), "dtype": dtype, "loss": calibration.loss_name}
     record["blocks"] = {"source": dict(plan.source_blocks), "target": dict(plan.target_blocks)}
-    samples = calibration.samples
     notes: list[str | None] = [dtype_note]
-    first = change.parts[0] if change.parts else None
-    notes.append(base_note(first, models.source) if isinstance(first, Adapter) else None)
+    if change.parts and isinstance(change.parts[0], Adapter):
+        notes.append(base_note(change.parts[0], models.source))
     if isinstance(samples, DatasetSamples):
         if (found := samples.coverage()) is not None:
             record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
@@ -368,18 +338,19 @@ def _text_notes(models: Sides[Model], samples: DatasetSamples, cut: Sides[int]) 
             yield f"{model.name} has no chat template: it reads the messages one after the other"
 
 
-def conditions_of(
-    about: Mapping[str, Any], config: MeasureConfig, method: Method, scale: float | str
-) -> dict[str, Any]:
-    """Everything that decides the result, as JSON values; the paths of the inputs do not."""
-    inputs = {key: dict(about[key]) for key in ("source", "finetuned", "target", "data")}
-    for identity in inputs.values():
-        identity.pop("path", None)
-        identity.pop("protocol", None)  # of a later evaluation
-    control = {item.name for item, option in config.options() if option.control} | {"method", "scale"}
+def conditions_of(about: Mapping[str, Any], config: Config, **resolved: Any) -> dict[str, Any]:
+    """What decides a result, as JSON values: inputs without their paths, and options that are no mere control.
+
+    `resolved` are the values of options as they are used.
+    """
+    control = {item.name for item, option in config.options() if option.control} | resolved.keys()
     options = {name: value for name, value in config.to_json().items() if name not in control}
-    kept = {key: about[key] for key in ("tuneport", "resolved", "versions")}
-    plain: dict[str, Any] = json.loads(
-        to_json({**kept, "options": options, "method": name_of(method), **inputs, "scale": scale})
-    )
+    kept = {key: about[key] for key in DECIDING if key in about}
+    plain: dict[str, Any] = _without_paths(json.loads(to_json({"options": options, **resolved, **kept})))
     return plain
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_paths(item) for key, item in value.items() if key not in ("path", "protocol")}
+    return [_without_paths(item) for item in value] if isinstance(value, list) else value

@@ -6,7 +6,7 @@ target is moved or listed with a reason, and so is every change of the fine-tune
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,9 +20,7 @@ from ..models.base import MIXTURE, Model
 from ..models.change import Change
 from ..pairing import (
     KEPT_BY_KIND,
-    DepthRule,
     Kept,
-    LayerPair,
     Plan,
     check_pairs,
     count_blocks,
@@ -50,41 +48,14 @@ FITTED = "fitted to the scores of the fine-tuned source, not moved"
 NO_PARAMETER = "no parameter of the model that the configuration describes"
 
 
-def make_plan(models: Sides[Model], change: Change, config: MeasureConfig) -> Plan:
-    """Pair the layers that a fine-tune changed, as the options ask for."""
-    return plan_of(
-        *models,
-        change.vector,
-        pairs=config.pairs,
-        roles=config.roles,
-        depth_rule=config.depth_rule or nearest_block,
-        exclude=config.exclude,
-        fitted=models.target.head if change.fits_head else frozenset(),
-    )
-
-
-def plan_of(
-    source: Model,
-    target: Model,
-    vector: TaskVector,
-    *,
-    pairs: Sequence[LayerPair] | None = None,
-    roles: Mapping[str, str | None] | None = None,
-    depth_rule: DepthRule = nearest_block,
-    exclude: Sequence[str] = (),
-    fitted: frozenset[str] = frozenset(),
+def make_plan(
+    models: Sides[Model], vector: TaskVector, config: MeasureConfig, fitted: frozenset[str] = frozenset()
 ) -> Plan:
     """Pair the layers that a task vector changes, and say of every other tensor of the target why it stays.
 
-    Args:
-        source, target: the two models.
-        vector: what the fine-tune changed in the source.
-        pairs: the pairing, in place of roles and depth.
-        roles: source roles to target roles where their names differ.
-        depth_rule: which source block a target block takes.
-        exclude: name patterns of tensors to leave alone.
-        fitted: parameters of the target that are fitted, and not paired.
+    The parameters of the target that are `fitted` are not paired.
     """
+    (source, target), pairs, exclude = models, config.pairs, config.exclude
     apart = _vocabularies_apart(source, target)
     if apart:
         source = replace(source, architecture=replace(source.architecture, vocabulary_head=()))
@@ -95,9 +66,8 @@ def plan_of(
     if pairs is None:
         source_layers, source_loose = _included(source, exclude, vector)
         target_layers, target_loose = _included(target, exclude)
-        if (
-            MIXTURE in target.architecture.outside.values()
-        ):  # no layer takes what a dense source changed in experts' place
+        roles = config.roles
+        if MIXTURE in target.architecture.outside.values():  # nothing takes what a dense source changed there
             there = {layer.role for layer in layers}
             roles = {layer.role: None for layer in source_layers if layer.role not in there} | dict(roles or {})
         plan = pair_layers(
@@ -105,12 +75,17 @@ def plan_of(
             target_layers,
             loose=Sides(source_loose, target_loose),
             roles=roles,
-            depth_rule=depth_rule,
+            depth_rule=config.depth_rule or nearest_block,
             output_maps=_class_map(source, target),
             blocks=Sides(count_blocks(source.architecture.layers), count_blocks(layers)),
         )
     else:
-        plan = _given(pairs, vector)
+        check_pairs(pairs)
+        unchanged = [pair.source.weight for pair in pairs if pair.source.weight not in vector]
+        if unchanged or not pairs:
+            found = f"the task vector has no {first_of(unchanged)}" if unchanged else "pairs is empty"
+            raise PairingError(f"{found}: there is nothing to transfer. Pair layers that the fine-tune changed.")
+        plan = Plan(tuple(pairs))
     more = [Kept(name, "excluded") for name in target.weights.file_names if target.matches(name, exclude)]
     more += [Kept(*item) for item in target.architecture.outside.items()]
     if pairs is not None:
@@ -123,36 +98,34 @@ def _heads_apart(source: Model, target: Model, fitted: frozenset[str]) -> list[K
     """The target's head, where it is fitted as a whole, or decides among other classes than the source's."""
     if fitted:
         made = target.head - target.classifier_parameters
-        return [
-            Kept(name, "new part of the head: it stays as it is made" if name in made else FITTED)
-            for name in sorted(fitted)
-        ]
+        reasons = {True: "new part of the head: it stays as it is made", False: FITTED}
+        return [Kept(name, reasons[name in made]) for name in sorted(fitted)]
     both = (*source.architecture.layers, *target.architecture.layers)
     counts = [layer.out_features for layer in both if layer.role == "classifier"]
     known = source.classifier is not None and target.classifier is not None
     if len(counts) < 2 or (not known and len(set(counts)) == 1) or _class_map(source, target):
         return []
-    reason = "classification layer for other classes: the target keeps its own"
     layers = [layer for layer in target.architecture.layers if layer.role == "classifier"]
-    return [Kept(name, reason) for layer in layers for name in (layer.weight, layer.bias) if name is not None]
+    return _kept_layers(layers, "classification layer for other classes: the target keeps its own")
 
 
 def _sequences_apart(source: Model, target: Model) -> list[Kept]:
     """Layers of a Sequential that has other places in the source: the same number is another layer there."""
     places: list[dict[str, set[str]]] = [{}, {}]
+    numbered = []
     for known, model in zip(places, (source, target), strict=True):
         for layer in model.architecture.layers:
             parent, _, number = layer.role.rpartition(".")
             if layer.block is None and number.isdecimal():
                 known.setdefault(parent, set()).add(number)
+                numbered += [(parent, layer)] if known is places[1] else []
     other = {parent for parent, numbers in places[1].items() if numbers != places[0].get(parent, numbers)}
-    return [
-        Kept(name, "layer of a Sequential of another depth than the source's: give both in pairs=[...]")
-        for layer in target.architecture.layers
-        if layer.block is None and layer.role.rpartition(".")[0] in other and layer.role.rpartition(".")[2].isdecimal()
-        for name in (layer.weight, layer.bias)
-        if name is not None
-    ]
+    layers = [layer for parent, layer in numbered if parent in other]
+    return _kept_layers(layers, "layer of a Sequential of another depth than the source's: give both in pairs=[...]")
+
+
+def _kept_layers(layers: Iterable[Layer], reason: str) -> list[Kept]:
+    return [Kept(name, reason) for layer in layers for name in (layer.weight, layer.bias) if name is not None]
 
 
 def _included(
@@ -166,16 +139,6 @@ def _included(
     layers = [layer for layer in model.architecture.layers if has(layer.weight)]
     layers = [layer if layer.bias is None or has(layer.bias) else replace(layer, bias=None) for layer in layers]
     return layers, [part for part in (*model.architecture.loose, *model.architecture.vocabulary_head) if has(part.name)]
-
-
-def _given(pairs: Sequence[LayerPair], vector: TaskVector) -> Plan:
-    """The pairs that a user gives, of layers that a task vector changes."""
-    check_pairs(pairs)
-    unchanged = [pair.source.weight for pair in pairs if pair.source.weight not in vector]
-    if unchanged or not pairs:
-        found = f"the task vector has no {first_of(unchanged)}" if unchanged else "pairs is empty"
-        raise PairingError(f"{found}: there is nothing to transfer. Pair layers that the fine-tune changed.")
-    return Plan(tuple(pairs))
 
 
 def _unchanged(plan: Plan, source: Model, vector: TaskVector) -> Iterator[Kept]:
@@ -194,16 +157,15 @@ def _unchanged(plan: Plan, source: Model, vector: TaskVector) -> Iterator[Kept]:
 
 def _vocabularies_apart(source: Model, target: Model) -> list[Kept]:
     """The target's head, if it scores other tokens; without both tokenizers, only their number is compared."""
-    source_head, target_head = source.architecture.vocabulary_head, target.architecture.vocabulary_head
+    heads = Sides(source.architecture.vocabulary_head, target.architecture.vocabulary_head)
     readers = Sides(source.inputs.reader, target.inputs.reader)
-    if not source_head or not target_head:
+    if not heads.source or not heads.target:
         return []
-    if source_head[0].shape[0] == target_head[0].shape[0] and (
-        readers.source is None or readers.target is None or readers.source.same_tokens(readers.target)
-    ):
+    same = readers.source is None or readers.target is None or readers.source.same_tokens(readers.target)
+    if same and heads.source[0].shape[0] == heads.target[0].shape[0]:
         return []
     reason = "head over another vocabulary than the source's: the target keeps its own"
-    return [Kept(part.name, reason) for part in target_head]
+    return [Kept(part.name, reason) for part in heads.target]
 
 
 def _class_map(source: Model, target: Model) -> dict[str, Tensor]:
@@ -238,44 +200,32 @@ def changed_parts(
 
 
 def _parts(source: Model, change: Change, plan: Plan, moved: Collection[str], stays: Collection[str]) -> Iterator[Part]:
-    vector = change.vector
+    vector, names = change.vector, source.weights.file_names
     reasons = {item.tensor: item.reason for item in plan.dropped}
     pairs: dict[str, list[Layer]] = {}
     for pair in plan.pairs:
         if pair.target.name not in stays:
             pairs.setdefault(pair.source.name, []).append(pair.target)
     for layer in source.architecture.layers:
-        takers = pairs.get(layer.name, [])
+        takers, reason = pairs.get(layer.name, []), reasons.get(layer.name, NOT_MOVED)
         if layer.weight in vector:
             targets = tuple(target.weight for target in takers if target.weight in moved)
             square = norm_of(matrix_of(layer, vector[layer.weight])) ** 2
-            yield Part(layer.name, "layers", square, targets, reasons.get(layer.name, NOT_MOVED))
+            yield Part(layer.name, "layers", square, targets, reason)
         if layer.bias is not None and layer.bias in vector:
             targets = tuple(target.bias for target in takers if target.bias is not None and target.bias in moved)
             square = norm_of(layer.vector(as_dense(vector[layer.bias]))) ** 2
-            reason = reasons.get(layer.bias, reasons.get(layer.name, NOT_MOVED))
-            yield Part(source.weights.file_names.get(layer.bias, layer.bias), "biases", square, targets, reason)
-    loose = {pair.source.name: pair.target.name for pair in plan.loose if pair.target.name in moved}
+            yield Part(names.get(layer.bias, layer.bias), "biases", square, targets, reasons.get(layer.bias, reason))
+    loose = {pair.source.name: (pair.target.name,) for pair in plan.loose if pair.target.name in moved}
     kinds = {part.name: part.kind for part in (*source.architecture.loose, *source.architecture.vocabulary_head)}
     owned = {name for layer in source.architecture.layers for name in (layer.weight, layer.bias)}
     yield from change.added.parts
     for name in vector:
         if name not in owned:
             kind = kinds.get(name, "parameter")
+            rows = [row for row in change.added.rows if row < vector.shape(name)[0]] if kind in TABLES else []
+            inside = norm_of(vector.dense(name)[rows]) if rows else 0.0
+            square = max(0.0, vector.norm(name) ** 2 - inside**2)
             stated = KEPT_BY_KIND[kind].replace("the target keeps its own", NOT_MOVED)
-            targets = (loose[name],) if name in loose else ()
             reason = source.architecture.outside.get(name, stated)
-            yield Part(
-                source.weights.file_names.get(name, name),
-                KINDS.get(kind, "other parameters"),
-                _square_without(vector, name, change.added.rows if kind in TABLES else ()),
-                targets,
-                reason,
-            )
-
-
-def _square_without(vector: TaskVector, name: str, rows: Collection[int]) -> float:
-    """The squared norm of a change, without these rows of it."""
-    square, count = vector.norm(name) ** 2, vector.shape(name)[0] if rows else 0
-    inside = [row for row in rows if row < count]
-    return max(0.0, square - norm_of(vector.dense(name)[inside]) ** 2) if inside else square
+            yield Part(names.get(name, name), KINDS.get(kind, "other parameters"), square, loose.get(name, ()), reason)

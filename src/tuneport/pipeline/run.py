@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,21 +16,21 @@ from ..io.sizes import format_bytes
 from ..io.state import StateFile
 from ..measure.fitted_heads import with_teacher_scores
 from ..measure.unseen import Unseen, unseen
-from ..methods import get_method
+from ..methods import get_method, name_of
+from ..models.change import is_whole
 from ..models.open import path_of
 from ..outputs import Output, Update, output_of
 from ..processes import by_first, ranks
-from ..report.summary import label_words
-from ..runtime.budget import passes_of
-from ..runtime.passes import Passes
+from ..runtime.passes import Costs, Passes, passes_of
 from ..runtime.resume import Work, fingerprint
 from ..types import Events, ScaleRule
 from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, summarize, usual_test
-from .estimate import units_of
 from .evaluate import open_written, with_protocol
-from .inputs import conditions_of
-from .result import Result
-from .transfer import Setup, choose_rule, prepare, run
+from .inputs import conditions_of, count_forward_passes
+from .scale import Judge
+from .transfer import Result, Setup, choose_rule, prepare, run
+
+TAUGHT = 64  # samples of a step of distillation, as a rule
 
 
 def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events | None = None) -> Mapping[str, Any]:
@@ -39,20 +39,18 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
     What is measured is saved in a hidden folder next to the output, which a finished run removes. Of several processes
     the first writes.
     """
-    events = events or Events()
     given = (inputs.source, inputs.finetuned, inputs.target, inputs.data)
-    test = read_test(inputs.data, config.columns) if config.evaluate else None
-    labelled = test is not None and test.labels is not None  # others are scored without a loss
+    test: Dataset | str | None = read_test(inputs.data, config.columns) if config.evaluate else None
+    labelled = isinstance(test, Dataset) and test.labels is not None  # others are scored without a loss
     out, output = Path(inputs.out), output_of(config)
     with claimed_by_first(out):
         check_out(out, output, config, inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head)
-        setup, untested = prepare(*given, config, tested=labelled or None), ""
+        setup = prepare(*given, config, tested=labelled or None)
         about = with_protocol(setup.about, setup.models.target, inputs.data, config.head, config.columns)
         setup = replace(setup, about=about)
         if config.evaluate is None:
-            usual = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
-            test, untested = (None, usual) if isinstance(usual, str) else (usual, "")
-        return write_run(setup, out, config, events, test=test, untested=untested)
+            test = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
+        return write_run(setup, out, config, events or Events(), test=test)
 
 
 def check_out(out: Path, output: Output, config: TransferConfig | DistillConfig | UpgradeConfig, *read: object) -> None:
@@ -69,72 +67,64 @@ def claimed_by_first(out: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def refused_whole(work: Work) -> Iterator[None]:
-    """Remove what a run has saved if its samples cannot bring the task: a resumed run could only say so again."""
+def write_taught(
+    work: Work,
+    output: Output,
+    config: DistillConfig | UpgradeConfig,
+    make: Callable[[Work], Mapping[str, Any]],
+    size: int = 0,
+) -> Mapping[str, Any]:
+    """What `make` writes, or the record of a complete output that the same conditions have made."""
+    if config.resume and (done := finished(work, output)) is not None:
+        return done
+    by_first(lambda: output.check_place(work.out, config.overwrite, needed_bytes=size))
+    if not config.resume:
+        by_first(work.remove)
     try:
-        yield
-    except DataError:
+        written = make(work)
+    except DataError:  # the samples cannot bring the task: a resumed run could only say so again
         if ranks().first:
             work.remove()
         raise
+    by_first(work.remove)
+    return written
 
 
 def write_run(
-    setup: Setup,
-    out: Path,
-    config: TransferConfig,
-    events: Events,
-    *,
-    test: Dataset | None = None,
-    untested: str = "",
+    setup: Setup, out: Path, config: TransferConfig, events: Events, *, test: Dataset | str | None = None
 ) -> Mapping[str, Any]:
     """Run a prepared transfer, write its result to `out` and return the run record; use `claimed_by_first`.
 
-    The data `test` are scored; `untested` says why there are none.
+    The data `test` are scored, or it says why there are none.
     """
-    _check(setup, config, output_of(config), test)
-    _tell_notes(setup, events)
-    on, untested = _to_score(setup, config, test, untested, events)
     method, output, scale = get_method(config.method), output_of(config), choose_rule(setup, config.scale)
+    update = Update(setup.models.target, setup.change.vector, fits_head=setup.change.fits_head)
+    method.check(setup.plan)
+    output.check(setup.plan, update, method)
+    for model in setup.models if config.distill is not None else ():
+        model.require_in_memory("a distillation", "give a larger one, or leave `distill` out")
+    if isinstance(test, Dataset):
+        check_test(setup.models.target, setup.calibration, test)
+        setup.models.target.require_in_memory(
+            "an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'"
+        )
+    for text in setup.notes:
+        events.note(text)
+    on = _to_score(setup, config, test, events)
     if config.scale is None and isinstance(scale, float):
         events.note("the scale is 1, as in the paper: no sample can be scored to choose it")
-    conditions = conditions_of(setup.about, config, method, scale)
-    work = Work(out, conditions, config.save_every)
-    done = finished(work, output) if config.resume else None
-    if done is not None:
+    work = Work(out, conditions_of(setup.about, config, method=name_of(method), scale=scale), config.save_every)
+    if config.resume and (done := finished(work, output)) is not None:
         events.note(f"{out} was complete already")
-        if on is None or done.get("evaluation", {}).get("samples") == len(on.test):
+        if isinstance(on, str) or done.get("evaluation", {}).get("samples") == len(on.test):
             return done
         events.step("scoring the test split")
         return _score_finished(setup, out, config, done, on)
-    update = Update(setup.models.target, setup.change.vector, fits_head=setup.change.fits_head)
     size = output.size(setup.plan, update, method)
     by_first(lambda: output.check_place(out, config.overwrite, needed_bytes=size))
     by_first(lambda: _resume(work, config.resume, events))
-    passes = _passes(setup, config, scale, events)
-    units = units_of(setup, config, scale, passes, tested=0 if on is None else len(on.test))
-    events.plan(units.whole)
     try:
-        ported = result = run(setup, config, passes=passes, work=work, events=events)
-        if config.distill is not None:
-            lora = config.rank if config.as_ == "adapter" else None
-            events.step("distilling", units.distilling, config.distill)
-            result = ported.distill(config.distill, lora=lora, events=events, saved=state_file(work))
-        found = None
-        if on is not None:
-            events.step("scoring the test split", units.scoring, units.scored)
-            made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
-            outputs = {role: (each.target, output.written(each.update)) for role, each in made.items()}
-            samples = ported.setup.calibration if ported.setup is not None else setup.calibration
-            given, name = (setup.models, setup.change, samples), setup.about["finetuned"]["name"]
-            try:
-                found = compare(*given, outputs, on, config, name=name, progress=events.advance)
-            except DataError as error:  # the port is not lost for it
-                untested = _reason(error, events)
-        events.step("writing")
-        record = {**result.record, **_outcome(result.record, found, result.scale, scale, untested)}
-        written = by_first(lambda: replace(result, record=record).write(out))
+        written = _run_and_write(setup, config, work, on, events)
     except KeyboardInterrupt:
         if work.exists():
             events.note("what was measured is kept; the same call with `resume=True` continues from it")
@@ -143,31 +133,41 @@ def write_run(
     return written
 
 
-def _check(setup: Setup, config: TransferConfig, output: Output, test: Dataset | None) -> None:
-    """Refuse, before a model runs, a transfer whose result could not be written or scored."""
-    method, target = get_method(config.method), setup.models.target
-    method.check(setup.plan)
-    output.check(setup.plan, Update(target, setup.change.vector, fits_head=setup.change.fits_head), method)
-    if test is not None:
-        check_test(target, setup.calibration, test)
-        target.require_in_memory("an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'")
-    for model in setup.models if config.distill is not None else ():
-        model.require_in_memory("a distillation", "give a larger one, or leave `distill` out")
-
-
-def _tell_notes(setup: Setup, events: Events) -> None:
-    """Tell what a user may not expect."""
-    if words := label_words(setup.about):
-        events.note(f"{len(setup.calibration.samples)} samples {words}")
-    for text in setup.about.get("notes", ()):
-        events.note(text)
+def _run_and_write(
+    setup: Setup, config: TransferConfig, work: Work, on: Unseen | str, events: Events
+) -> Mapping[str, Any]:
+    output, scale = output_of(config), choose_rule(setup, config.scale)
+    untested, tested = (on, 0) if isinstance(on, str) else ("", len(on.test))
+    passes = _passes(setup, config, scale, events)
+    units, distilling, scoring = _units(setup, config, scale, passes, tested=tested)
+    events.plan(units)
+    ported = result = run(setup, config, passes=passes, work=work, events=events)
+    if config.distill is not None:
+        lora = config.rank if config.as_ == "adapter" else None
+        events.step("distilling", distilling, config.distill)
+        result = ported.distill(config.distill, lora=lora, events=events, saved=state_file(work))
+    found = None
+    if not isinstance(on, str):
+        made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
+        models = 1 + len(made) + is_whole(setup.models.source, setup.change, config.exclude)
+        events.step("scoring the test split", scoring, tested * models)
+        outputs = {role: (each.target, output.written(each.update)) for role, each in made.items()}
+        assert ported.setup is not None
+        given, name = (setup.models, setup.change, ported.setup.calibration), setup.about["finetuned"]["name"]
+        try:
+            found = compare(*given, outputs, on, config, name=name, progress=events.advance)
+        except DataError as error:  # the port is not lost for it
+            untested = _reason(error, events)
+    events.step("writing")
+    record = {**result.record, **_outcome(result.record, found, result.scale, scale, untested)}
+    return by_first(lambda: replace(result, record=record).write(work.out))
 
 
 def _passes(setup: Setup, config: TransferConfig, scale: float | ScaleRule, events: Events) -> Passes | None:
     """The passes that the memory needs, and how much work there is."""
     method = get_method(config.method)
-    measurement = setup.measurement(config, method)
-    passes = passes_of(measurement, setup.change.vector, method, chooses_scale=isinstance(scale, str))
+    vector, chooses = setup.change.vector, isinstance(scale, str)
+    passes = passes_of(setup.measurement(config, method), vector, method, chooses_scale=chooses)
     runs = 1 if passes is None else len(passes.groups)
     words = f"{runs} runs" if runs > 1 else "one run"
     if passes is not None and config.memory_budget is None:
@@ -181,19 +181,36 @@ def _passes(setup: Setup, config: TransferConfig, scale: float | ScaleRule, even
     return passes
 
 
-def _to_score(
-    setup: Setup, config: TransferConfig, test: Dataset | None, untested: str, events: Events
-) -> tuple[Unseen | None, str]:
+def _units(
+    setup: Setup, config: TransferConfig, scale: float | ScaleRule, passes: Passes | None, *, tested: int
+) -> tuple[float, float, float]:
+    """What a transfer costs as `Costs` counts: all of it, its distillation, and the scores of a test split."""
+    measurement, pairs = setup.measurement(config, get_method(config.method)), setup.plan.pairs
+    costs, count = Costs.of(measurement), len(setup.calibration.samples)
+    asked = count_forward_passes(setup.models.source, setup.change, setup.calibration, config.exclude)
+    whole = asked * costs.answer.source + costs.solve(pairs)
+    whole += sum(count * costs.measure(group) for group in ([pairs] if passes is None else passes.groups))
+    if isinstance(scale, str):
+        judge, halves = Judge(setup.models.target, setup.calibration, output_of(config)), measurement.halves()
+        whole += costs.answer.target * judge.passes * judge.usually * count
+        whole += (1 if halves[0] is halves[1] else 2) * costs.solve(pairs)
+    distilling = (config.distill or 0) * TAUGHT * (costs.answer.source + 3 * costs.answer.target)
+    sources, targets = is_whole(setup.models.source, setup.change, config.exclude), 2 + (config.distill is not None)
+    scoring = tested * (sources * costs.answer.source + targets * costs.answer.target)
+    return whole + distilling + scoring, distilling, scoring
+
+
+def _to_score(setup: Setup, config: TransferConfig, test: Dataset | str | None, events: Events) -> Unseen | str:
     """Choose the test samples that are scored, and say which; where there are none, the reason."""
-    if test is None:
-        return None, untested
+    if not isinstance(test, Dataset):
+        return test or ""
     try:
         on = unseen(setup.models.target, setup.calibration, test, None if config.evaluate else USUAL)
     except TuneportError as error:
-        return None, _reason(error, events)
+        return _reason(error, events)
     if on.note:
         events.note(on.note)
-    return on, ""
+    return on
 
 
 def _reason(error: TuneportError, events: Events) -> str:
@@ -229,14 +246,8 @@ def _outcome(
     record: Mapping[str, Any], found: Comparison | None, strength: float, scale: float | ScaleRule, reason: str
 ) -> dict[str, Any]:
     """What the record says of the scores, and of what the transfer has come to."""
-    told = summarize(
-        found,
-        scale=strength,
-        rule=scale if isinstance(scale, str) else None,
-        head="head" in record,
-        distilled=bool(record.get("distilled", {}).get("best")),
-        reason=reason,
-    )
+    rule, distilled = scale if isinstance(scale, str) else None, bool(record.get("distilled", {}).get("best"))
+    told = summarize(found, scale=strength, rule=rule, head="head" in record, distilled=distilled, reason=reason)
     return {**({} if found is None else found.record()), **asdict(told)}
 
 

@@ -52,25 +52,24 @@ def draw_samples(
 ) -> tuple[Calibration, dict[str, Any]]:
     """Read the training split once, draw samples, and choose the objective, the losses and the heads.
 
-    Args:
-        models: both models, with the heads that the change needs.
-        change: what the fine-tune changed.
-        data: a path or a Dataset, from which samples are drawn, or batches for the option `loss`.
-        config: the options.
-        signals: that will be measured.
-        scored: whether samples will be scored by a loss, also where no signal needs one; None: where they can be.
+    `scored` says whether samples will be scored by a loss, also where none of the `signals` needs one; None: where they
+    can be.
 
     Returns:
         The calibration, and what was read and drawn, for the record.
     """
     given = _Given(data, config.columns)
-    question, signals = _ask_scored(given, models, change, signals, config, scored)
-    losses = _losses(models, question, signals)
+    more = signals if scored is False else signals | SCORED
+    try:
+        question = _ask(given, models, change, more, config)
+    except TuneportError:
+        if scored is not None or more == signals:
+            raise
+        more, question = signals, _ask(given, models, change, signals, config)
+    losses = _losses(models, question, more)
     samples, about = _draw(given, question, models, config)
-    if given.where is not None and given.where.task is not None:
-        about["task"] = given.where.task.name
-    found = Calibration(samples, signals, losses, question.heads, config.match, question.by_source, question.loss_name)
-    return found, about
+    found = Calibration(samples, more, losses, question.heads, config.match, question.by_source, question.loss_name)
+    return _labelled(models.source, change, found, config.labels, about)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +99,10 @@ class _Given:
         """What the record names: the path without the task of "TASK:PATH"."""
         return self.data if self.where is None else self.where.place
 
+    def about(self, identity: dict[str, Any]) -> dict[str, Any]:
+        """For the record, with the task."""
+        return identity if self.where is None or self.where.task is None else {**identity, "task": self.where.task.name}
+
 
 @dataclass(frozen=True, eq=False)
 class _Question:
@@ -111,24 +114,6 @@ class _Question:
     loss: Loss | tuple[Loss, Loss] | None = None
     loss_name: str | None = None
     by_source: bool = False  # the fine-tuned source labels the samples
-
-
-def _ask_scored(
-    given: _Given,
-    models: Sides[Model],
-    change: Change,
-    signals: frozenset[Signal],
-    config: MeasureConfig,
-    scored: bool | None,
-) -> tuple[_Question, frozenset[Signal]]:
-    """Build the task, with a loss if `scored` is true, or if it is None and a loss is available; and its signals."""
-    more = signals if scored is False else signals | SCORED
-    try:
-        return _ask(given, models, change, more, config), more
-    except TuneportError:
-        if scored is not None or more == signals:
-            raise
-    return _ask(given, models, change, signals, config), signals
 
 
 def _ask(
@@ -150,8 +135,7 @@ def _ask(
         objective = choose_objective(dataset, models, wanted)
         question = replace(question, dataset=dataset, objective=objective)
         if loss is None and (gradients or fits) and objective.name == "classification":
-            _check_same_kind(models, dataset, config.head)
-            _check_labels(models.source, config.labels, fits)
+            _check_kinds(models, dataset, config, fits)
             needed = config.labels == "data" or (config.labels is None and not fits)
             if needed and dataset.labels is None and where is not None:
                 where.read("train", columns=config.columns)  # the error names what is missing
@@ -170,21 +154,18 @@ def _ask(
     return question
 
 
-def _check_same_kind(models: Sides[Model], dataset: Dataset, head: str | None) -> None:
-    """Refuse a model that writes text with one that does not, unless a head is given for both."""
+def _check_kinds(models: Sides[Model], dataset: Dataset, config: MeasureConfig, fits: bool) -> None:
+    """Refuse kinds of models that do not go together, and labels that a head for tokens or numbers does not allow."""
     writer, other = sorted(models, key=lambda model: model.generates is None)
-    if writer.generates is not None and other.generates is None and head is None:
+    if writer.generates is not None and other.generates is None and config.head is None:
         raise TuneportError(
             f"{writer.name} writes text and {other.name} does not: give two models of one kind, or a head for the "
             f"classes of {dataset.name} with `head=FILE`."
         )
-
-
-def _check_labels(source: Model, labels: str | None, fits: bool) -> None:
-    """Refuse what a head for tokens or numbers does not allow: it is fitted, and only the fine-tuned source labels."""
-    if source.labels_samples or (fits and labels != "data"):
+    source = models.source
+    if source.labels_samples or (fits and config.labels != "data"):
         return
-    if labels == "data":
+    if config.labels == "data":
         raise DataError(f"{source.name} {source.instead}, and such labels are not read from data: leave out `labels`.")
     raise DataError(
         f'{source.name} {source.instead}, which needs a fitted head: leave out `head_fit="none"` and an `exclude` that '
@@ -194,8 +175,7 @@ def _check_labels(source: Model, labels: str | None, fits: bool) -> None:
 
 def _with_heads(question: _Question, models: Sides[Model], change: Change, config: MeasureConfig) -> _Question:
     """Add a head of each model, which must know the classes of the samples."""
-    device = pick_device(config.device)
-    known = question.dataset
+    device, known = pick_device(config.device), question.dataset
     assert known is not None
     heads = []
     for model in models:
@@ -254,7 +234,7 @@ def _draw(
     dataset, place = question.dataset, given.place
     if dataset is None or question.objective is None:
         own = place is not None and not isinstance(place, (str, Path, Dataset))
-        return UserBatches(list(cast(Iterable[Any], place)) if own else ()), data_identity(place)
+        return UserBatches(list(cast(Iterable[Any], place)) if own else ()), given.about(data_identity(place))
 
     def look(chosen: Dataset) -> torch.Tensor:
         with runnable(models.target, pick_device(config.device)):
@@ -274,28 +254,24 @@ def _draw(
         size = min(size, samples_at_once(models) or size)
         order = by_length(dataset, indices) if size < len(indices) else indices
     drawn = DatasetSamples(models, dataset, order, question.heads, size, question.objective)
-    return drawn, data_identity(place, dataset, indices, question.heads)
+    return drawn, given.about(data_identity(place, dataset, indices, question.heads))
 
 
-def label_samples(
-    source: Model, change: Change, calibration: Calibration, labels: str | None
-) -> tuple[Calibration, dict[str, Any] | None]:
-    """Give the samples the scores that a head is fitted to, and the labels of the fine-tuned source if it labels them.
-
-    Returns:
-        The calibration, and for the record by whom the samples are labelled, if not by the data.
-    """
+def _labelled(
+    source: Model, change: Change, calibration: Calibration, labels: str | None, about: dict[str, Any]
+) -> tuple[Calibration, dict[str, Any]]:
+    """Add the scores that a head is fitted to, and the labels of the fine-tuned source if it labels the samples."""
     samples, heads = calibration.samples, calibration.heads
     if heads is None or not isinstance(samples, DatasetSamples):
-        return calibration, None
+        return calibration, about
     chosen, classes = samples.chosen, heads.source.classes
     if change.fits_head and labels == "data":
-        return replace(calibration, samples=with_scores(samples, scores_of_labels(chosen, classes))), None
+        return replace(calibration, samples=with_scores(samples, scores_of_labels(chosen, classes))), about
     if not calibration.by_source:
-        return calibration, None
+        return calibration, about
     scores = scores_by(source, change.teacher, heads.source, chosen, batch_size=samples.size)
     labelled = labelled_by(scores, source, classes, chosen)
     share = agreement(labelled, chosen)
     drawn = replace(samples, dataset=labelled, indices=np.arange(len(labelled)))
     found = replace(calibration, samples=with_scores(drawn, scores) if change.fits_head else drawn)
-    return found, {"by": "source", "agreement": None if share is None else round(share, 4)}
+    return found, {**about, "labels": {"by": "source", "agreement": None if share is None else round(share, 4)}}

@@ -1,17 +1,12 @@
 """The scale of a transfer, chosen on calibration samples by forward passes only.
 
-Maps from one half of the samples are judged on the other half. Zero is always a candidate. Scales are compared by their
-loss at the best sharpness (inverse temperature) of each: a zero-shot head is often far too soft or too sharp, and then
-a change that only sharpens it lowers the plain loss. Accuracy has no such bias, but its standard error is ten points
-with 20 samples, while the losses of one sample at two scales differ little. Where a language model has answers to
-choose from, their likelihoods are its class scores: the loss of the right answer alone also falls where a change
-teaches the form of the answers and loses which one is right. A language model that was not trained for the task may
-prefer some answers by far and still be often right, which no sharpness shows: there, a scale with fewer right answers
-than at zero is not chosen, and only evidence leads away from zero: a change whose loss was lower by less than two
-standard errors did harm.
+Maps from one half of the samples are judged on the other half.
 
-A language model is judged at few of the candidates, those around the least loss on the first half (`around_least`);
-the second half judges them only if the first leaves open which is best.
+Scales are compared by their loss at the best sharpness (inverse temperature) of each: a zero-shot head is often far too
+soft or too sharp, and then a change that only sharpens it lowers the plain loss. Where a language model has answers to
+choose from, their likelihoods are its class scores, since the loss of the right answer alone also falls where a change
+teaches the form of the answers. There, a scale with fewer right answers than at zero is not chosen, and only evidence
+leads away from zero.
 
 The rule `auto` takes the least loss, and otherwise needs evidence only beyond 1. `safe` needs evidence for every step
 above the smallest scale: a quarter of a change has a quarter of its use, and a sixteenth of the harm that grows with
@@ -96,8 +91,8 @@ class ScaleChoice:
 def score_of_classes(scores: Tensor, labels: Tensor) -> Score:
     """The score of samples by their class scores (N, classes), or by those of their tokens (N, T, classes).
 
-    The loss of a sample is then the sum over its tokens, in units in which their mean over all samples is that of a
-    token; tokens without a label do not count.
+    The loss of a sample is then the sum over its labelled tokens, in units in which their mean over all samples is that
+    of a token.
 
     >>> found = score_of_classes(torch.tensor([[0.1, 0.0], [0.0, 0.1], [0.1, 0.0]]), torch.tensor([0, 1, 1]))
     >>> found.accuracy, found.sharpness
@@ -189,28 +184,16 @@ Scores = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class Judge:
-    """Scores the target with a change, as it will be written.
-
-    Args:
-        target: the model.
-        calibration: the task of the samples.
-        output: the format in which the change will be written.
-        fits_head: whether the target's head is fitted for each scale.
-    """
+    """Scores the target with a change, as it will be written."""
 
     target: Model
-    calibration: Calibration
-    output: Output
-    fits_head: bool = False
+    calibration: Calibration  # the task of the samples
+    output: Output  # the format in which the change will be written
+    fits_head: bool = False  # whether the target's head is fitted for each scale
 
     @property
     def loss(self) -> Loss | None:
         return None if self.calibration.losses is None else self.calibration.losses.target
-
-    @property
-    def candidates(self) -> tuple[float, ...]:
-        """The scales to choose from."""
-        return TOKEN_SCALES if isinstance(self.loss, TokenLoss) else SCALES
 
     @property
     def searches(self) -> bool:
@@ -218,21 +201,19 @@ class Judge:
         return isinstance(self.loss, TokenLoss)
 
     @property
+    def candidates(self) -> tuple[float, ...]:
+        """The scales to choose from."""
+        return TOKEN_SCALES if self.searches else SCALES
+
+    @property
     def usually(self) -> int:
-        """How many of the candidates the first half judges, in a search as a rule."""
+        """How many of the candidates a half judges, in a search as a rule."""
         return 5 if self.searches else len(self.candidates)
 
     @property
     def passes(self) -> int:
         """Forward passes of a sample at a candidate, as a rule: one for each answer to choose from."""
         return 1 if self.target.shares_questions else max(self.answers_per_sample, 1)
-
-    @property
-    def judged_by_loss(self) -> bool:
-        """Whether the samples have no classes, and each of them has a loss: that of its tokens, or of its numbers."""
-        if isinstance(self.loss, TokenLoss):
-            return not self.answers_per_sample
-        return isinstance(self.loss, HeadLoss) and not self.target.labels_samples
 
     @property
     def answers_per_sample(self) -> int:
@@ -283,7 +264,9 @@ class Judge:
             found = score_of_classes(values, _together(labels, UNLABELLED))
             return replace(found, by_likelihood=self.answers_per_sample > 0)
         values = torch.cat([value for value, _ in scores])
-        return Score(float(values.mean()), losses=values if self.judged_by_loss else None)
+        # each sample has a loss of its own: that of its tokens, or of its numbers
+        each = self.searches or (isinstance(self.loss, HeadLoss) and not self.target.labels_samples)
+        return Score(float(values.mean()), losses=values if each else None)
 
 
 def choose_on_halves(
@@ -296,10 +279,8 @@ def choose_on_halves(
 ) -> ScaleChoice:
     """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
 
-    What will be written is judged.
-
     Args:
-        judge: scores the target.
+        judge: scores the target, as it will be written.
         sides: the measurement on each half, as `Measurement.halves` gives it.
         moved: the transfer from each half; a generator solves the second after the first is judged.
         rule: how the scale is chosen.
@@ -312,29 +293,41 @@ def choose_on_halves(
     judged: Sequence[float] = () if judge.searches else judge.candidates
     asked = 0
     for done, maker, other in zip(moved, sides, reversed(sides), strict=False):
-        count = len(other.samples) * (len(judged) or judge.usually)
-        if judge.searches and judged:
-            events.extend(cost * judge.passes * count)
-        events.step("choosing the scale", cost * judge.passes * count, count)
-        batches = judge.batches(other.samples)
+        each = len(other.samples)
+        events.step("choosing the scale", cost * judge.passes * each * judge.usually, each * judge.usually)
         update = Update(judge.target, done.task_vector, fits_head=judge.fits_head)
         with judge.output.scaled(update) as scaled:
-            score = _scorer(judge, scaled, maker, batches, scores, partial(events.advance, len(other.samples)))
+            batches, told = judge.batches(other.samples), partial(events.advance, each)
+            score = partial(_score, judge, scaled, maker, batches, scores, told)
             for scale in judged:
                 score(scale)
             if not judged:  # the first half says which scales the second judges
-                judged = around_least(partial(_loss, judge, score), judge.candidates, smallest=rule == "safe")
-        asked += len(other.samples)
+                judged = around_least(score, judge.candidates, smallest=rule == "safe")
+        asked += each
         by_first = judge.searches and rule == "auto" and is_clear([judge.summarize(scores[each]) for each in judged])
         if by_first or not held_out:
             break
     return choose_scale(
-        lambda scale: judge.summarize(scores[scale]),
-        samples=asked,
-        held_out=held_out,
-        candidates=judged,
-        rule=rule,
+        lambda scale: judge.summarize(scores[scale]), samples=asked, held_out=held_out, candidates=judged, rule=rule
     )
+
+
+def _score(
+    judge: Judge,
+    scaled: Scaled,
+    maker: Measurement,
+    batches: Sequence[EvalBatch],
+    scores: dict[float, list[Scores]],
+    told: Callable[[], None],
+    scale: float,
+) -> float:
+    """Judge a scale on batches, add to `scores`, and return the loss."""
+    scaled.set(scale)
+    with fitted(judge.target, scaled.module, maker.samples, fits=judge.fits_head):
+        found = judge.score_batches(scaled.module, batches)
+    scores.setdefault(scale, []).extend(found)
+    told()
+    return judge.summarize(found).loss
 
 
 def is_clear(found: Sequence[Score]) -> bool:
@@ -349,43 +342,13 @@ def is_clear(found: Sequence[Score]) -> bool:
     return all(loss > error or (place > 0 and loss <= small) for place, (loss, error) in enumerate(worse))
 
 
-def _scorer(
-    judge: Judge,
-    scaled: Scaled,
-    maker: Measurement,
-    batches: Sequence[EvalBatch],
-    scores: dict[float, list[Scores]],
-    advance: Callable[[], None],
-) -> Callable[[float], list[Scores]]:
-    """A function that judges a scale on batches, adds to `scores`, and returns what it adds."""
-
-    def score(scale: float) -> list[Scores]:
-        scaled.set(scale)
-        with fitted(judge.target, scaled.module, maker.samples, fits=judge.fits_head):
-            found = judge.score_batches(scaled.module, batches)
-        scores.setdefault(scale, []).extend(found)
-        advance()
-        return found
-
-    return score
-
-
-def _loss(judge: Judge, score: Callable[[float], list[Scores]], scale: float) -> float:
-    return judge.summarize(score(scale)).loss
-
-
 def around_least(
     loss: Callable[[float], float], candidates: Sequence[float], *, smallest: bool = False
 ) -> tuple[float, ...]:
-    """Zero, the candidate with the least loss and its neighbours, found by few of the candidates.
+    """Zero, the candidate with the least loss and its neighbours, found by few of the candidates, which rise from zero.
 
     Every second one of the first five, then the neighbours of the best until it has both. Where the loss falls and
-    then rises, that is the least of all.
-
-    Args:
-        loss: of a candidate.
-        candidates: zero first, in rising order.
-        smallest: whether the first above zero is among the result in any case.
+    then rises, that is the least of all. `smallest` adds the first above zero.
 
     >>> around_least(lambda scale: abs(scale - 0.3), (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6))
     (0.0, 0.2, 0.3, 0.4)

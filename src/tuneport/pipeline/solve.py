@@ -1,7 +1,7 @@
 """The middle of a transfer: measure the layers, group by group, and move what the fine-tune changed in them.
 
-The statistics of a group are freed before the next group is measured. Each of several processes measures its share of
-the samples and solves its share of the layers. The division into groups changes the result by rounding only.
+Each of several processes measures its share of the samples and solves its share of the layers. The division into groups
+changes the result by rounding only.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from ..measure.tokens import TokenLimit
 from ..methods import Method, Problem, Transfer
 from ..models.change import Change
 from ..models.offload import pinned, placed, to_temporary_file
-from ..pairing import LayerPair
+from ..pairing import blocks_of
 from ..processes import agreed, ranks
-from ..runtime.costs import Costs
 from ..runtime.distributed import gather_transfer, reduce_statistics, share_of
-from ..runtime.passes import Passes, by_block, groups_of
+from ..runtime.passes import Costs, Passes, groups_of, parts_of
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.vector import TaskVector
 from ..types import Events, Progress, ScaleRule, Sides, ignore
@@ -39,13 +38,13 @@ from .scale import Judge, ScaleChoice, choose_on_halves
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """What was moved, the scale and how it was chosen, the samples and passes, and the seconds of measuring."""
+    """What was moved."""
 
     transfer: Transfer
     scale: float
     choice: ScaleChoice | None
-    counted: Statistics  # without sums
-    measuring: float
+    counted: Statistics  # samples and passes, without sums
+    measuring: float  # seconds
 
 
 def solve(
@@ -61,30 +60,20 @@ def solve(
 ) -> Solution:
     """Measure both models and carry the task vector over; a rule chooses the scale on the samples.
 
-    Args:
-        measurement: what is measured, with the signals of the method.
-        change: what the fine-tune changed in the source.
-        method: moves it.
-        scale: a number, or the rule that chooses it.
-        judge: scores the target while the scale is chosen.
-        passes: which layers are measured together.
-        work: keeps what is measured, and gives back what an earlier run has measured.
-        events: listens.
+    `work` keeps what is measured, and gives back what an earlier run has measured.
 
     Raises:
         TuneportError: if a scale is to be chosen on models that are not whole in memory.
     """
     solver = _Solver(change, method, work, events or Events(), Costs.of(measurement))
     if not isinstance(scale, str):
-        moved, counted = solver.move(measurement, passes)
-        return Solution(moved, scale, None, counted, solver.seconds)
+        return solver.move(measurement, passes, scale)
     if measurement.target.weights.offloaded or (passes is not None and passes.placements is not None):
         raise TuneportError(
             "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as `scale`, "
             "or a larger `memory_budget`."
         )
-    moved, choice, counted = solver.move_and_choose(measurement.halves(), passes, judge, scale)
-    return Solution(moved, choice.scale, choice, counted, solver.seconds)
+    return solver.move_and_choose(measurement.halves(), passes, judge, scale)
 
 
 @dataclass
@@ -98,62 +87,53 @@ class _Solver:
     costs: Costs
     seconds: float = 0.0
 
-    def move(self, measurement: Measurement, passes: Passes | None) -> tuple[Transfer, Statistics]:
-        """Measure and move, group by group; also the count of samples and passes, without sums."""
+    def move(self, measurement: Measurement, passes: Passes | None, scale: float) -> Solution:
+        """Measure and move, group by group; the statistics of a group are freed before the next one is measured."""
         moved, counted = [], Statistics()
         source, target = (passes.placements if passes is not None else None) or (None, None)
         with pinned(measurement.source.module, source), pinned(measurement.target.module, target):
             for index, group in enumerate(groups := groups_of(measurement, passes)):
                 statistics = self._measure(group, _stage("all", index, groups))
                 if passes is not None and passes.result_in_files:
-                    parts = by_block(group) if ranks().size == 1 else [group]  # processes own blocks of a group
+                    whole = ranks().size > 1  # processes own blocks of a group
+                    parts = [group] if whole else parts_of(group, blocks_of(group.plan.pairs))
                     moved += [_in_files(self._move(part, statistics)) for part in parts]
                 else:
                     moved.append(self._move(group, statistics))
                 counted = _count(counted, statistics)
-                del statistics  # before the next group is measured
-        return self._with_rows(Transfer.join(moved)), counted
+                del statistics
+        return Solution(self._joined(moved), scale, None, counted, self.seconds)
 
     def move_and_choose(
         self, sides: tuple[Measurement, Measurement], passes: Passes | None, judge: Judge, rule: ScaleRule
-    ) -> tuple[Transfer, ScaleChoice, Statistics]:
+    ) -> Solution:
         """As `move`, with the scale chosen by the two halves of the samples."""
+
+        def chosen(moved: Iterable[Transfer]) -> ScaleChoice:
+            return choose_on_halves(judge, sides, moved, rule, self.events, self.costs.answer.target)
+
         halves = sides[:1] if sides[0] is sides[1] else sides  # one where there are too few samples to divide
         groups = list(zip(*(groups_of(half, passes) for half in halves), strict=True))
-        first_groups = [group[0] for group in groups]
-        if len(groups) == 1:  # the second half is solved after the first is judged
-            parts = self._measure_halves(groups[0], 0, first_groups)
-            whole, counted = reduce(add, parts), _count(Statistics(), reduce(add, parts))
-            unplanned = (False, judge.searches)  # the second half of a search is solved if it is needed
-            solved = (self._with_rows(self._move(sides[0], *each)) for each in zip(parts, unplanned, strict=False))
-            choice = choose_on_halves(judge, sides, solved, rule, self.events, self.costs.answer.target)
-            return self._with_rows(self._move(sides[0], whole)), choice, counted
         moved: list[list[Transfer]] = [[] for _ in halves]
         of_all, counted = [], Statistics()
         for index, group in enumerate(groups):
-            parts = self._measure_halves(group, index, first_groups)
+            stages = (_stage(name, index, [each[0] for each in groups]) for name in ("first", "second"))
+            parts = list(map(self._measure, group, stages))
             whole = reduce(add, parts)
             counted = _count(counted, whole)
+            if len(groups) == 1:  # the second half is solved if the first leaves open which scale is best
+                choice = chosen(self._joined([self._move(group[0], part)]) for part in parts)
+                both = self._joined([self._move(group[0], whole)])
+                return Solution(both, choice.scale, choice, counted, self.seconds)
             for done, part in zip(moved, parts, strict=True):
                 done.append(self._move(group[0], part))
-            of_all.append(self._move(group[0], whole) if len(parts) > 1 else moved[0][-1])
-            del parts, whole  # before the next group is measured
-        solved = (self._with_rows(Transfer.join(done)) for done in moved)
-        return (
-            self._with_rows(Transfer.join(of_all)),
-            choose_on_halves(judge, sides, solved, rule, self.events, self.costs.answer.target),
-            counted,
-        )
-
-    def _measure_halves(
-        self, halves: Sequence[Measurement], index: int, groups: Sequence[Measurement]
-    ) -> list[Statistics]:
-        named = zip(halves, ("first", "second"), strict=False)
-        return [self._measure(half, _stage(name, index, groups)) for half, name in named]
+            of_all.append(self._move(group[0], whole))
+            del parts, whole
+        choice = chosen(map(self._joined, moved))
+        return Solution(self._joined(of_all), choice.scale, choice, counted, self.seconds)
 
     def _measure(self, measurement: Measurement, stage: str) -> Statistics:
-        started = time.perf_counter()
-        count = len(measurement.samples)
+        started, count = time.perf_counter(), len(measurement.samples)
         self.events.step("measuring", count * self.costs.measure(measurement.plan.pairs), count)
         statistics = measure(
             measurement,
@@ -168,28 +148,16 @@ class _Solver:
         self.seconds += time.perf_counter() - started
         return statistics
 
-    def _move(self, measurement: Measurement, statistics: Statistics, unplanned: bool = False) -> Transfer:
+    def _move(self, measurement: Measurement, statistics: Statistics) -> Transfer:
         pairs = measurement.plan.pairs
-        if unplanned:
-            self.events.extend(self.costs.solve(pairs))
-        name, total = f"solving {len(pairs)} layers", self.costs.solve(pairs)
-        self.events.step(name)
-        told = [0.0]
+        self.events.step(f"solving {len(pairs)} layers", self.costs.solve(pairs), len(pairs))
+        problem = problem_of(measurement, self.change.vector, statistics)
+        return gather_transfer(replace(problem, on_layer=lambda _: self.events.advance(1)), self.method)
 
-        def tell(pair: LayerPair) -> None:
-            told.append(self.costs.solve([pair]))
-            self.events.step(name, told[-1])
-
-        problem = replace(problem_of(measurement, self.change.vector, statistics), on_layer=tell)
-        moved = gather_transfer(problem, self.method)
-        if (rest := total - sum(told)) > 1e-9 * total:  # of a method that tells nothing, and of other processes
-            self.events.step(name, rest)
-        return moved
-
-    def _with_rows(self, moved: Transfer) -> Transfer:
-        """A transfer with the rows of added tokens, unless the method moved the tables themselves."""
-        rows = dict(self.change.added.vector)
-        return replace(moved, task_vector=TaskVector(rows | dict(moved.task_vector))) if rows else moved
+    def _joined(self, moved: Sequence[Transfer]) -> Transfer:
+        """All groups, with the rows of added tokens, unless the method moved the tables themselves."""
+        joined, rows = Transfer.join(moved), dict(self.change.added.vector)
+        return replace(joined, task_vector=TaskVector(rows | dict(joined.task_vector))) if rows else joined
 
 
 def problem_of(measurement: Measurement, vector: TaskVector, statistics: Statistics) -> Problem:

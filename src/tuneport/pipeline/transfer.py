@@ -5,62 +5,65 @@ Works on paths and on live modules, and changes nothing that is given. `pipeline
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from ..config import MeasureConfig, TransferConfig
-from ..errors import MethodError, first_of
+from ..config import DistillConfig, MeasureConfig, TransferConfig
+from ..errors import MethodError, TuneportError, first_of
+from ..io.state import StateFile
 from ..measure.fitted_heads import fit_head, with_teacher_scores
 from ..measure.objectives import TokenLoss
-from ..measure.samples import Calibration, Limits, Measurement
+from ..measure.samples import Calibration, DatasetSamples, Limits, Measurement, Samples
 from ..methods import LayerRecord, Method, Transfer, get_method, name_of
 from ..models.base import Model, ModelLike
 from ..models.change import Change, Finetuned
-from ..models.open import pick_device
+from ..models.open import path_of, pick_device
 from ..outputs import Update, output_of
-from ..pairing import Plan
-from ..runtime.budget import passes_of
-from ..runtime.costs import Costs
-from ..runtime.passes import Passes
+from ..pairing import Kept, Plan
+from ..report.summary import label_words
+from ..runtime.passes import Costs, Passes, passes_of
 from ..runtime.resume import Work, fingerprint
 from ..task_vectors.low_rank import norm_of
-from ..task_vectors.vector import account
+from ..task_vectors.vector import TaskVector, account
+from ..training.distill import teach
+from ..training.division import Extra, hold_out
 from ..types import Events, ScaleRule, Sides, Signal
 from .comparison import summarize
 from .inputs import check_inputs, conditions_of, count_forward_passes, describe_inputs, open_models, read_change
 from .plan import changed_parts, make_plan, not_transported_by
-from .result import Result
-from .samples import Data, are_samples, draw_samples, label_samples
+from .samples import Data, are_samples, draw_samples
 from .scale import Judge
 from .solve import Solution, solve
 
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """A checked transfer that has not run: every error in the input was found.
+    """A checked transfer that has not run: every error in the input was found."""
 
-    Args:
-        models: source and target, with the heads that they need.
-        change: what the fine-tune changed in the source.
-        plan: the paired layers.
-        calibration: samples, losses and heads.
-        about: options, inputs with their SHA-256, and notes, for the record.
-    """
-
-    models: Sides[Model]
-    change: Change
+    models: Sides[Model]  # with the heads that they need
+    change: Change  # what the fine-tune changed in the source
     plan: Plan
     calibration: Calibration
-    about: Mapping[str, Any]
+    about: Mapping[str, Any]  # options, inputs with their SHA-256, and notes, for the record
 
     def __repr__(self) -> str:
         names = " to ".join(model.name for model in self.models)
         return f"Setup({names}: {self.plan!r}, {len(self.calibration.samples)} samples)"
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user may not expect."""
+        words = label_words(self.about)
+        labels = [f"{len(self.calibration.samples)} samples {words}"] if words else []
+        return [*labels, *self.about.get("notes", ())]
 
     def measurement(self, config: MeasureConfig, method: Method) -> Measurement:
         """What is measured for a method.
@@ -75,6 +78,137 @@ class Setup:
         device = pick_device(config.device) if config.memory_budget is not None else None
         limits = Limits(config.max_tokens, config.memory_budget, device, seed=config.seed)
         return Measurement(self.models, self.plan, replace(self.calibration, signals=method.signals), limits)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """A finished transfer: what it can become, a live module, a model folder, a LoRA adapter, a task-vector file.
+
+    The target is never changed: `apply` works on a copy, and a model's tensors are computed as they are written.
+    """
+
+    update: Update  # what changes in the target
+    records: tuple[LayerRecord, ...]  # the evidence per layer
+    not_transported: tuple[Kept, ...]  # the tensors of the target that stay, with reasons
+    config: TransferConfig
+    record: Mapping[str, Any]  # what the run record says
+    setup: Setup | None = None  # what it was made from
+    texts: Mapping[str, str] = field(default_factory=dict)  # files that are written beside the weights, by name
+
+    def __repr__(self) -> str:
+        moved = f"{len(self.records)} layers moved, {len(self.not_transported)} tensors stay"
+        return f"Result({self.target.name}: {self.record.get('method', 'a transfer')} at scale {self.scale:g}, {moved})"
+
+    @property
+    def target(self) -> Model:
+        """The target, with its fitted head if it has one."""
+        return self.update.target
+
+    @property
+    def task_vector(self) -> TaskVector:
+        """The change of the target at scale 1, by live names."""
+        return self.update.vector
+
+    @property
+    def scale(self) -> float:
+        return self.update.scale
+
+    def tensors(self, scale: float | None = None) -> Mapping[str, Tensor]:
+        """The new model's tensors under their names in the files, in the target's dtypes, computed when read."""
+        update = self.update if scale is None else replace(self.update, scale=scale)
+        return update.in_files().apply_to(self.target.weights.tensors)
+
+    def apply(self, scale: float | None = None) -> nn.Module:
+        """A copy of the target with the skill: the numbers that `save` writes, in the dtype that the target runs in."""
+        self.target.require_in_memory("apply()", "use save() instead")
+        module = copy.deepcopy(self.target.module)
+        tensors = self.tensors(scale)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if name in self.task_vector:
+                    parameter.copy_(tensors[self.target.weights.file_names[name]])
+        return module
+
+    def distill(
+        self,
+        steps: int | None = None,
+        *,
+        learning_rate: float | None = None,
+        lora: int | None = None,
+        batch_size: int | None = None,
+        samples: Samples | None = None,
+        extra: Extra | None = None,
+        events: Events | None = None,
+        saved: StateFile | None = None,
+    ) -> Result:
+        """Let the fine-tuned source teach the ported target on the calibration samples; no label is used.
+
+        A tenth of the samples is held out. The result is the last state that none is nearer to the teacher
+        than, beyond chance, and that may be this transfer as it is.
+
+        Args:
+            steps: updates of the student; by default they follow from the samples.
+            learning_rate: the highest, after the warm-up; by default it follows from the target's width.
+            lora: train a LoRA of this rank in place of all linear layers, from the best fit of the transfer.
+            batch_size: samples of an update; by default it follows from what is compared.
+            samples: in place of the calibration samples.
+            extra: samples that are taught beside them.
+            events: listens to the run.
+            saved: keeps the state of the run, and gives back that of a killed one.
+        """
+        if self.setup is None:
+            raise TuneportError("this result does not know the models and samples that it was made from.")
+        change, target = self.setup.change, self.target
+        samples = self.setup.calibration.samples if samples is None else samples
+        if change.fits_head and isinstance(samples, DatasetSamples):  # held-out samples must not have fitted it
+            target = target.with_head(fit_head(target, self.apply(), hold_out(samples)[1]))
+        config = DistillConfig.of(
+            steps=steps, learning_rate=learning_rate, lora=lora, seed=self.config.seed, batch_size=batch_size
+        )
+        start = self.task_vector * self.scale
+        vector, entry = teach(samples, target, change.vector, start, config, extra=extra, events=events, saved=saved)
+        record = {**self.record, "distilled": {"teacher": self.record["finetuned"]["name"], **entry}}
+        if lora is None and entry["best"] == 0:
+            return replace(self, record=record)
+        changed = {self.target.weights.file_names[name] for name in vector}
+        kept = tuple(item for item in self.not_transported if item.tensor not in changed)
+        record["not_transported"] = [asdict(item) for item in kept]
+        record |= asdict(summarize(None, scale=1.0, distilled=True))
+        update = replace(self.update, target=target, vector=vector, scale=1.0)
+        return replace(self, update=update, not_transported=kept, record=record)
+
+    def save(self, out: str | Path, **options: Any) -> Path:
+        """Write the new model as a folder that its own library loads, a LoRA adapter, or the task vector as one file.
+
+        An output that holds what the transfer was made from is refused, also with `overwrite`.
+
+        Args:
+            out: a folder, or a file for a task vector, which holds the change at the scale of the result.
+            options: those of the output: `as_`, `rank`, `energy`, `uniform_rank`, `adapter_dtype`, `overwrite`.
+        """
+        self.write(out, **options)
+        return Path(out)
+
+    def write(self, out: str | Path, *, texts: Mapping[str, str] | None = None, **options: Any) -> Mapping[str, Any]:
+        """As `save`, with `texts` by file name beside the weights; return the run record."""
+        config = replace(self.config, **options)
+        config.check()
+        out, output = Path(out), output_of(config)
+        output.check_place(out, config.overwrite, inputs=self._inputs())
+        output.check_update(self.update)
+        texts = {**self.texts, **(texts or {})}
+        record = {**self.record, "out": str(self.record.get("out", out)), "as": config.as_}
+        recorded = {item.name for item, about in config.options() if about.recorded}
+        given = {name.rstrip("_"): value for name, value in options.items() if name in recorded}
+        record["options"] = {**record.get("options", {}), **given}
+        return output.write(out, self.update, record, overwrite=config.overwrite, texts=texts)
+
+    def _inputs(self) -> list[Path]:
+        """The known paths of the models and the data of the transfer."""
+        parts = [self.record.get(key, {}) for key in ("source", "finetuned", "target", "data")]
+        paths = [part.get("path") for part in (*parts, *parts[1].get("parts", ()))]
+        known = [path_of(path) for path in paths if path]
+        return known if self.target.weights.folder is None else [*known, self.target.weights.folder]
 
 
 def transfer(
@@ -123,10 +257,7 @@ def prepare(
     """Open everything, pair the layers and draw the samples; nothing is measured.
 
     Args:
-        source: the old base model.
-        finetuned: the fine-tuned source, or several.
-        target: the new base model.
-        data: a path or a Dataset, or batches for the option `loss`.
+        source, finetuned, target, data: as `transfer` has them.
         config: the options.
         signals: those of several methods, in place of those of the method of the options.
         tested: whether a labelled test split will be scored, which needs a head or a loss; None: if it can be.
@@ -135,9 +266,7 @@ def prepare(
     models = open_models(source, target, config)
     models, change = read_change(models, finetuned, config, has_samples=are_samples(data))
     calibration, drawn = draw_samples(models, change, data, config, wanted, scored=_scored(config, tested))
-    calibration, labels = label_samples(models.source, change, calibration, config.labels)
-    drawn = drawn if labels is None else {**drawn, "labels": labels}
-    plan = make_plan(models, change, config)
+    plan = make_plan(models, change.vector, config, models.target.head if change.fits_head else frozenset())
     return Setup(models, change, plan, calibration, describe_inputs(models, change, plan, calibration, drawn, config))
 
 
@@ -176,12 +305,11 @@ def run(
     _check_moved(change, solution.transfer)
     head = _refitted(judge, solution)
     setup = replace(setup, calibration=measurement.calibration)
+    rule = scale if isinstance(scale, str) else None
     facts = {
-        **asdict(
-            summarize(None, scale=solution.scale, rule=scale if isinstance(scale, str) else None, head=bool(head))
-        ),
+        **asdict(summarize(None, scale=solution.scale, rule=rule, head=bool(head))),
         "sanity": checked.record(None if head else solution.choice),
-        "fingerprint": fingerprint(conditions_of(setup.about, config, method, scale)),
+        "fingerprint": fingerprint(conditions_of(setup.about, config, method=name_of(method), scale=scale)),
     }
     return _result(setup, config, solution, head, facts, time.perf_counter() - started)  # line 11
 
@@ -228,17 +356,16 @@ def _result(
 
 def _layer_entries(plan: Plan, layers: Iterable[LayerRecord]) -> list[dict[str, Any]]:
     """The records of the layers, each with its role and block and the largest possible ranks of its maps."""
-    places = {
-        pair.target.name: {
-            "role": pair.target.role,
-            "stack": pair.target.stack,
-            "block": pair.target.block,
-            "width_in": min(pair.source.in_features, pair.target.in_features),
-            "width_out": min(pair.source.out_features, pair.target.out_features),
-        }
-        for pair in plan.pairs
-    }
-    return [{**asdict(layer), **places.get(layer.target, {})} for layer in layers]
+    found, pairs = [], {pair.target.name: pair for pair in plan.pairs}
+    for layer in layers:
+        entry = asdict(layer)
+        if (pair := pairs.get(layer.target)) is not None:
+            source, target = pair.source, pair.target
+            entry |= {"role": target.role, "stack": target.stack, "block": target.block}
+            entry["width_in"] = min(source.in_features, target.in_features)
+            entry["width_out"] = min(source.out_features, target.out_features)
+        found.append(entry)
+    return found
 
 
 def _scored(config: MeasureConfig, tested: bool | None) -> bool | None:
@@ -279,7 +406,6 @@ def _refitted(judge: Judge, solution: Solution) -> Mapping[str, Tensor]:
     """The target's head, fitted on its ported features; nothing if no head is fitted."""
     if not judge.fits_head:
         return {}
-    update = Update(judge.target, solution.transfer.task_vector, fits_head=True)
-    with judge.output.scaled(update) as ported:
+    with judge.output.scaled(Update(judge.target, solution.transfer.task_vector, fits_head=True)) as ported:
         ported.set(solution.scale)
         return fit_head(judge.target, ported.module, judge.calibration.samples)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..config import DistillConfig, TransferConfig, TransferInputs, UpgradeConfig
 from ..data.dataset import Dataset
@@ -27,24 +26,23 @@ from ..errors import DataError, MethodError, OptionError, PairingError, Tuneport
 from ..io.state import StateFile
 from ..measure.fitted_heads import before_port, with_teacher_scores
 from ..measure.unseen import RouteJudge, RouteScore
-from ..methods import get_method
 from ..models.base import Model, ModelLike
 from ..models.change import Finetuned, is_whole
 from ..models.weights import changed
 from ..outputs import output_of
 from ..processes import by_first
 from ..report.decision import decision, disagreements
+from ..report.provenance import data_identity
 from ..runtime.resume import Work, fingerprint
 from ..synthetic.samples import OldModel
 from ..training.neutral import TOLERANCE, Neutral
 from ..types import Events, Sides
-from .distill import about_upgrade, deciding, taught
+from .distill import about_others, taught
 from .estimate import check_same_shapes
-from .inputs import conditions_of, open_models, read_change
+from .inputs import about_inputs, conditions_of, open_models, read_change
 from .lessons import MOST_SAMPLES, PORTED, Lessons, UpgradeSamples, read_own, samples_of
-from .result import Result
-from .run import check_out, claimed_by_first, finished, refused_whole
-from .transfer import Setup, prepare, run
+from .run import check_out, claimed_by_first, write_taught
+from .transfer import Result, Setup, prepare, run
 
 RANK = 16  # of a LoRA
 NEXT = (
@@ -127,48 +125,47 @@ def upgrade_to_folder(
         tuned: Any = inputs.finetuned if len(inputs.finetuned) > 1 else inputs.finetuned[0]
         source, target = models or (inputs.source, inputs.target)
         opened = _open(source, tuned, target, inputs.data, config)
-        work, output = Work(out, deciding(opened.about, config), config.save_every), output_of(opened.asked)
-        if config.resume and (done := finished(work, output)) is not None:
-            return done
-        by_first(lambda: output.check_place(out, config.overwrite))
         files = [opened.about[side].get("sha256") for side in ("source", "target")]
         if files[0] and files[0] == files[1]:
             events.note("the target is the source: an upgrade can bring nothing but the old model")
-        if not config.resume:
-            by_first(work.remove)
-        with refused_whole(work):
+
+        def make(work: Work) -> Mapping[str, Any]:
             found = _upgrade(opened, config, events, work)
-        about = {"routes": [row.row() for row in found.routes], "chosen": found.chosen, "decision": found.decision}
-        if found.result is None:
-            by_first(work.remove)
-            return {**about, "out": None}
-        events.step("writing")
-        said = {"headline": found.decision, "recommendation": NEXT, "fingerprint": fingerprint(work.conditions)}
-        result = replace(found.result, record={**found.result.record, **about, **said})
-        lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in found.disagreements)
-        texts = {"disagreements.jsonl": lines}
-        written = by_first(lambda: result.write(out, texts=texts, overwrite=config.overwrite))
-        by_first(work.remove)
-        return dict(written)
+            about = {"routes": [row.row() for row in found.routes], "chosen": found.chosen, "decision": found.decision}
+            if found.result is None:
+                return {**about, "out": None}
+            events.step("writing")
+            said = {"headline": found.decision, "recommendation": NEXT, "fingerprint": fingerprint(work.conditions)}
+            result = replace(found.result, record={**found.result.record, **about, **said})
+            lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in found.disagreements)
+            texts = {"disagreements.jsonl": lines}
+            return by_first(lambda: result.write(out, texts=texts, overwrite=config.overwrite))
+
+        work = Work(out, conditions_of(opened.about, config), config.save_every)
+        return dict(write_taught(work, output_of(opened.asked), config, make))
 
 
 def _upgrade(opened: _Opened, config: UpgradeConfig, events: Events, work: Work | None = None) -> Upgrade:
     started = time.perf_counter()
     routes = _prepare(opened, config, events, work)
     judge, rows, made = routes.judge, routes.first_rows(), dict[str, Result]()
+    device = routes.models.target.device
     for name in config.routes:
         if config.time is not None and by_first(lambda: time.perf_counter() - started) > config.time:
             rows.append(RouteScore(name, note="the time was up"))
             continue
         events.step(f"route {name}")
-        begun, memory = time.perf_counter(), _reset_memory(routes.models.target)
+        begun, on_gpu = time.perf_counter(), device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
         try:
             made[name] = routes.take(name, made.get("port"), rows)
         except (MethodError, OptionError, DataError) as error:
             rows.append(RouteScore(name, note=str(error)))
             continue
         row = routes.score(name, made[name])
-        rows.append(replace(row, seconds=round(time.perf_counter() - begun, 3), memory=memory()))
+        memory = torch.cuda.max_memory_allocated(device) if on_gpu else None
+        rows.append(replace(row, seconds=round(time.perf_counter() - begun, 3), memory=memory))
         if judge.agrees(row):
             rest = config.routes[config.routes.index(name) + 1 :]
             rows += [RouteScore(other, note=f"not needed: {name} agrees") for other in rest]
@@ -196,14 +193,21 @@ class _Opened:
 
 def _open(source: Any, tuned: Any, target: Any, data: Any, config: UpgradeConfig) -> _Opened:
     config.check_known(data)
-    own, indices = (None, None) if data is None else _own_samples(data, config)
+    own, drawn = None, {"name": "written samples"}
+    if data is not None:
+        whole = read_own(data, config)
+        count = min(len(whole), config.samples or MOST_SAMPLES)
+        indices = select(replace(whole, labels=None), samples=count, seed=config.seed)
+        own = whole.subset(indices)
+        drawn = {**data_identity(data, own, np.arange(len(own))), "indices": indices.tolist()}
     models = open_models(source, target, _transfer_config(config))
     asked = _transfer_config(config, models.target)
     models, change = read_change(models, tuned, asked, has_samples=True)
     if not is_whole(models.source, change, config.exclude):
         raise TuneportError("an upgrade asks the old model, which must be whole: leave out `exclude`.")
-    about = about_upgrade(models, tuned, data, own, indices, config)
-    return _Opened(tuned, data, own, OldModel(models, change.vector), asked, about)
+    about = about_inputs("upgrade", config, models, change.parts, drawn)
+    about["resolved"] = {"device": str(models.target.device), "dtype": config.dtype}
+    return _Opened(tuned, data, own, OldModel(models, change.vector), asked, about | about_others(config))
 
 
 def _prepare(opened: _Opened, config: UpgradeConfig, events: Events, work: Work | None) -> _Routes:
@@ -229,14 +233,6 @@ def _prepare(opened: _Opened, config: UpgradeConfig, events: Events, work: Work 
         lessons = replace(lessons, old=replace(old, models=models, head=heads.source))
     judge = RouteJudge(lessons.held_out, lessons.raw_held_out, heads, asked.head)
     return _Routes(models, setup, unpaired, about, asked, config, lessons, judge)
-
-
-def _own_samples(data: Any, config: UpgradeConfig) -> tuple[Dataset, NDArray[np.int64]]:
-    """Draw own samples from the training split, and say where they are."""
-    whole = read_own(data, config)
-    count = min(len(whole), config.samples or MOST_SAMPLES)
-    indices = select(replace(whole, labels=None), samples=count, seed=config.seed)
-    return whole.subset(indices), indices
 
 
 def _transfer_config(config: UpgradeConfig, target: Model | None = None) -> TransferConfig:
@@ -296,11 +292,10 @@ class _Routes:
     def take(self, name: str, port: Result | None, rows: list[RouteScore]) -> Result:
         """Make what a route makes; `port` and `rows` are what earlier ones have made."""
         if name == "copy":
-            setup = self._paired
-            check_same_shapes(setup)
-            return run(setup, replace(self.asked, method="naive", scale=1.0), events=self.lessons.events)
+            check_same_shapes(self._paired)
+            return run(self._paired, replace(self.asked, method="naive", scale=1.0), events=self.lessons.events)
         if name == "port":
-            return run(self._paired, self.asked, work=self._port_work, events=self.lessons.events)
+            return self._port()
         lessons = self.lessons.of(name)
         self.lessons.events.step(f"route {name}: teaching")
         ported = next((row for row in rows if row.name == "port"), None)
@@ -313,14 +308,12 @@ class _Routes:
             raise MethodError(self.unpaired)
         return self.setup
 
-    @property
-    def _port_work(self) -> Work | None:
-        if (whole := self.lessons.work) is None:
-            return None
-        conditions = conditions_of(self._paired.about, self.asked, get_method(self.asked.method), "upgrade")
-        work = Work(whole.out, conditions, whole.every)
-        work.check()
-        return work
+    def _port(self) -> Result:
+        work = whole = self.lessons.work
+        if whole is not None:
+            work = Work(whole.out, conditions_of(self._paired.about, self.asked, scale="upgrade"), whole.every)
+            work.check()
+        return run(self._paired, self.asked, work=work, events=self.lessons.events)
 
     def _teach(self, name: str, lessons: Lessons, start: Result | None) -> Result:
         """Teach a student that begins at the port, where that helps, or at the target."""
@@ -337,18 +330,10 @@ class _Routes:
             found = taught(samples, self.lessons.old.vector, lessons, config, about, events, saved)
             return replace(found, config=self.asked, setup=self.setup, texts=lessons.files(self.config.keep_texts))
         if start is None:
-            start = run(self._paired, self.asked, work=self._port_work, events=events)
+            start = self._port()
             start = replace(start, update=replace(start.update, scale=0.0))
         change = self._paired.change
         asked: Any = with_teacher_scores(self.models, change, samples) if change.fits_head else samples
         more = {"samples": asked, "extra": lessons.extra, "events": events, "saved": saved}
         found = start.distill(self.config.steps, lora=lora, **more)
         return replace(found, record={**found.record, **lessons.record()}, texts=lessons.files(self.config.keep_texts))
-
-
-def _reset_memory(model: Model) -> Callable[[], int | None]:
-    """A function that says the most bytes that were on the model's GPU since now."""
-    if model.device.type != "cuda":
-        return lambda: None
-    torch.cuda.reset_peak_memory_stats(model.device)
-    return lambda: torch.cuda.max_memory_allocated(model.device)

@@ -2,8 +2,7 @@
 
 Each process measures its part of the calibration batches. The sums of a block are reduced to the process that owns it,
 which solves its maps and moves its layers; then every process receives the whole result. The first process owns all
-layers of a method that moves them at once. The number of processes changes the result by rounding only: signals have
-the same bits, and their sums another order. The same number gives the same bits.
+layers of a method that moves them at once. The number of processes changes the result by rounding only.
 """
 
 from __future__ import annotations
@@ -88,10 +87,8 @@ def _zeros(layout: tuple[Any, ...], device: torch.device) -> Statistics:
     """Sums over no samples."""
     covariances, gradients = layout
     shared = {number: CrossCovariance(*shape, device=device) for _, number, shape in covariances}
-    return Statistics(
-        {key: shared[number] for key, number, _ in covariances},
-        {name: WeightGradient(shape, device=device) for name, shape in gradients},
-    )
+    keyed = {key: shared[number] for key, number, _ in covariances}
+    return Statistics(keyed, {name: WeightGradient(shape, device=device) for name, shape in gradients})
 
 
 def gather_transfer(problem: Problem, method: Method) -> Transfer:

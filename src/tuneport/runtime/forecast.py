@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from ..errors import TuneportError
 from ..maps.polar import together_bytes
 from ..maps.procrustes import completes_thin, held_bytes
 from ..maps.statistics import CrossCovariance, Key, work_bytes
-from ..measure.capture import PairedBatch, Request, measure_pairs, move_batch, split_batch
+from ..measure.capture import PairedBatch, Request, measure_pairs, move_batch, split_batch, tensors_in
 from ..measure.samples import Measurement
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
@@ -53,7 +53,11 @@ def meta_errors() -> Iterator[None]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that are allocated inside and still held."""
+    """Counts the bytes of the storages that are allocated inside and still held.
+
+    On the meta device, checks of one bool have the answer True: transformers checks that no token is padding and that
+    no texts are packed into one row, to leave out a mask.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,11 +67,13 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return True
         result = func(*args, **kwargs)
         if func.is_view or func is torch.ops.aten.from_file.default:  # a mapped file: the system can evict it
             return result
-        given = {id(tensor.untyped_storage()) for tensor in _tensors(*args, *kwargs.values())}
-        for tensor in _tensors(result):
+        given = {id(tensor.untyped_storage()) for tensor in tensors_in([*args, kwargs])}
+        for tensor in tensors_in(result):
             if id(tensor.untyped_storage()) not in given:
                 self._add(tensor.untyped_storage())
         return result
@@ -85,15 +91,6 @@ class LiveBytes(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, gone)
         self.now += size
         self.peak = max(self.peak, self.now)
-
-
-def _tensors(*values: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments or results of an operation, which may be in lists."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(*value)
 
 
 @dataclass(eq=False)
@@ -231,7 +228,6 @@ class Forecast:
         with meta_errors(), ExitStack() as stack:
             for module, placement in zip(modules, placements or (), strict=False):
                 stack.enter_context(placed(module, replace(placement, device=torch.device("meta"), home=None)))
-            stack.enter_context(OnMeta())
             live = stack.enter_context(LiveBytes())
             request = Request(measurement.signals, limit=limit, make_sum=make_sum)
             found = measure_pairs(modules, pairs, [self.batch], measurement.calibration.losses, request)
@@ -260,59 +256,6 @@ def by_shape(match: Match) -> Match:
         return source.new_empty(known[shapes], source.shape[-1]), target.new_empty(known[shapes], target.shape[-1])
 
     return matched
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """Shape, strides and dtype of a meta tensor."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Shape:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype)
-
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-
-
-class OnMeta(TorchDispatchMode):
-    """Run operations on meta tensors: each once per shape, and data-dependent bool checks with the answer True.
-
-    torch computes most shapes in Python, which takes longer than the same operation on small tensors. transformers
-    checks that no token is padding and that no texts are packed into one row, to leave out a mask.
-    """
-
-    # Shapes are facts: what one forecast finds serves all later ones.
-    _known: ClassVar[dict[Any, _Shape | tuple[_Shape | None, ...] | None]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-            return True
-        if func.is_view:
-            return func(*args, **kwargs)
-        key = func, torch.get_default_dtype(), _signature(args), _signature(tuple(kwargs.items()))
-        if (known := self._known.get(key)) is not None:
-            return tuple(each and each.empty() for each in known) if isinstance(known, tuple) else known.empty()
-        result = func(*args, **kwargs)
-        found = result if isinstance(result, tuple) else (result,)
-        if all(each is None or (isinstance(each, Tensor) and each.is_meta) for each in found):
-            held = Counter(tensor.untyped_storage()._cdata for tensor in _tensors(found, *args, *kwargs.values()))
-            if all(held[tensor.untyped_storage()._cdata] == 1 for tensor in _tensors(found)):  # all of it is new
-                shapes = tuple(each if each is None else _Shape.of(each) for each in found)
-                self._known[key] = shapes if isinstance(result, tuple) else shapes[0]
-        return result
-
-
-def _signature(value: Any) -> Any:
-    """What the shape of a result depends on."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device
-    return tuple(map(_signature, value)) if isinstance(value, list | tuple) else (type(value), value)
 
 
 def shapes_of(module: nn.Module) -> nn.Module:

@@ -2,7 +2,6 @@
 
 The hidden folder `.OUT.tuneport-work`, next to the output, holds one safetensors file per stage of measuring, with the
 conditions of the run and a checksum in its metadata. Sums are restored to the bit; a file that was changed is refused.
-A finished run removes the folder.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ class Work:
     def folder(self) -> Path:
         return self.out.parent / f".{self.out.name}.tuneport-work"
 
-    def exists(self) -> bool:
-        """Whether an earlier run saved something here."""
-        return bool(self._saved()) or self.training_state.is_file()
-
     @property
     def training_state(self) -> Path:
         """Where the state of a training that follows the measuring is saved."""
         return self.folder / "training" / "state.safetensors"
+
+    def exists(self) -> bool:
+        """Whether an earlier run saved something here."""
+        return bool(self._saved()) or self.training_state.is_file()
 
     def check(self) -> None:
         """Raise a CheckpointError if an earlier run measured under other conditions."""
@@ -85,8 +84,7 @@ class Work:
 
     def keeper(self, stage: str) -> Callable[[Statistics], None]:
         """A callback for the statistics after each batch, which saves them at most every `every` seconds."""
-        saved = time.monotonic()
-        pause = self.every
+        saved, pause = time.monotonic(), self.every
 
         def keep(statistics: Statistics) -> None:
             nonlocal saved, pause
