@@ -90,9 +90,9 @@ def parse_scale(scale: float | str) -> float | ScaleRule:
     try:
         number = float(scale)
     except ValueError:
-        number = math.nan
+        raise OptionError(f"`scale` must be a number, auto or safe, got {scale!r}.") from None
     if not math.isfinite(number):
-        raise OptionError(f"`scale` must be a finite number, auto or safe, got {scale!r}.")
+        raise OptionError(f"`scale` must be a finite number, auto or safe, got {scale}.")
     return number
 
 
