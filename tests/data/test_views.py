@@ -12,7 +12,7 @@ from PIL import Image
 from builders.folders import Zoo
 from builders.runs import Case, measured, prepare, run
 from tuneport import transfer
-from tuneport.data.views import VIEWS, augmented
+from tuneport.data.samplers import VIEWS, augmented
 from tuneport.measure.samples import DatasetSamples, UserBatches
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
 from tuneport.report.summary import repeat_command

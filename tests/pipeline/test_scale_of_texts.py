@@ -19,7 +19,7 @@ from builders.runs import Case, expected, prepare, run
 from builders.texts import gpt_tokenizer, make, write
 from tuneport.data.answers import fewer_choices
 from tuneport.data.dataset import Dataset
-from tuneport.data.views import VIEWS
+from tuneport.data.samplers import VIEWS
 from tuneport.measure.accuracy import likelihood
 from tuneport.measure.objectives import read_answers
 from tuneport.measure.samples import DatasetSamples

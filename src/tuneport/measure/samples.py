@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..data.dataset import Dataset, align_labels, with_prompts
-from ..data.views import VIEWS, augmented
+from ..data.samplers import VIEWS, augmented
 from ..errors import CaptureError, DataError
 from ..models.base import Model
 from ..models.heads import Head

@@ -96,7 +96,7 @@ class Method(ABC):
     moves_loose: bool = False  # tensors outside linear layers are moved as well
     keeps_rank: bool = False  # a low-rank update stays low-rank, as its factors: no dense update, no SVD
     by_layer: bool = False  # each pair is moved by itself, so that a transfer may be made in groups of layers
-    uses_augmented_inputs: bool = False  # augmented samples are measured too (`tuneport.data.views`)
+    uses_augmented_inputs: bool = False  # augmented samples are measured too (`tuneport.data.samplers`)
 
     @property
     @abstractmethod

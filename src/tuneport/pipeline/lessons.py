@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from ..config import LessonsConfig, UpgradeConfig
 from ..data.answers import candidates_of, prompt_of
 from ..data.dataset import Dataset, as_prompts, joined
+from ..data.samplers import augmented
 from ..data.tasks import read_data
-from ..data.views import augmented
 from ..errors import DataError, MethodError, OptionError
 from ..io.state import StateFile
 from ..measure.answers import is_choice, is_passages

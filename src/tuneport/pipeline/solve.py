@@ -187,7 +187,7 @@ def measure(
     Args:
         measurement: models, layers, samples and limits.
         signals: in place of those of the measurement.
-        views: also measure the inputs of augmented samples (`tuneport.data.views`), which are not saved.
+        views: also measure the inputs of augmented samples (`tuneport.data.samplers`), which are not saved.
         by_layer: of several processes, each gets the sums of the layers that it owns; else the first gets all.
         progress: called with the number of samples that were measured since the last call.
         work: saves the statistics under the name of the `stage`, and continues what an earlier run has saved there.
