@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 import tuneport
 from tuneport.cli import app
-from tuneport.demo.run import finetune
-from tuneport.demo.run import MODELS, mirrored_digits, save_finetuned
+from tuneport.demo.run import MODELS, finetune, mirrored_digits, save_finetuned
 from tuneport.models.open import open_model
 from tuneport.training.loop import Schedule
 

@@ -10,12 +10,13 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from http.client import HTTPException
+from itertools import count
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -51,7 +52,6 @@ class LocalGenerator:
         return self.model.name
 
     def write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress = ignore) -> list[Written]:
-        """Write the texts, sorted into batches of similar length."""
         with self.tuned():
             return generate_texts(self.model, prompts, sampling, advance=advance)
 
@@ -83,12 +83,8 @@ class ServerGenerator:
         return by_first(lambda: self._write(prompts, sampling, advance))
 
     def _write(self, prompts: Sequence[str], sampling: Sampling, advance: Progress) -> list[Written]:
-        model = self.model or self._first_model()
-        seen: Counter[str] = Counter()
-        bodies = []
-        for prompt in prompts:
-            bodies.append(_body(model, prompt, sampling, seen[prompt]))
-            seen[prompt] += 1
+        model, seen = self.model or self._first_model(), defaultdict[str, Iterator[int]](count)
+        bodies = [_body(model, prompt, sampling, next(seen[prompt])) for prompt in prompts]
         found = []
         pool = ThreadPoolExecutor(max(self.workers, 1))
         try:

@@ -105,7 +105,7 @@ class Prompts:
         if answer is None:
             blocks = [(self.describe.strip() or HEADER, self._shown(self.seeds, number, self.shots))]
         else:
-            blocks = [(_named(name), shown) for name, shown in self._answered(number, answer)]
+            blocks = [(f'{NAMED} "{name.strip()}":', shown) for name, shown in self._answered(number, answer)]
             blocks = [(self.describe.strip(), []), *blocks] if self.describe.strip() else blocks
         return Request(self._layout(blocks), answer=answer)
 
@@ -137,13 +137,8 @@ class Prompts:
 
     def _layout(self, blocks: Sequence[tuple[str, Sequence[str]]]) -> str:
         """Headers with their samples, and the begin of the next sample."""
-        begin = "\n-" if self.one_line else f"\n{MARK}\n"
-        gap = " " if self.one_line else ""
+        begin, gap = ("\n-", " ") if self.one_line else (f"\n{MARK}\n", "")
         return "\n\n".join(f"{head}{''.join(f'{begin}{gap}{s}' for s in shown)}" for head, shown in blocks) + begin
-
-
-def _named(answer: str) -> str:
-    return f'{NAMED} "{answer.strip()}":'
 
 
 @lru_cache(maxsize=64)

@@ -23,7 +23,7 @@ from ..models.tokenizer import Encoded
 from ..types import Sides
 
 PIXELS = "pixel_values"
-READ = 128  # texts that are encoded at once
+READ = 128  # samples that are encoded at once
 MOST_BYTES = 2**30  # of images that are kept encoded, for each model
 TURN = 0.2  # radians
 ZOOM = 1.15
@@ -77,12 +77,9 @@ class Reader:
         one = _encode(self.samples.take(slice(1)))
         if any(len(self.samples) * side.inputs[PIXELS].nbytes > MOST_BYTES for side in one):
             return None
-        parts = [_encode(self.samples.take(slice(at, at + 128))) for at in range(0, len(self.samples), 128)]
-        kept = []
-        for model, sides in zip(self.samples.models, zip(*parts, strict=True), strict=True):
-            pixels = torch.cat([side.inputs[PIXELS] for side in sides]).to(model.device)
-            kept.append(Encoded({PIXELS: pixels}, None, ()))
-        return Sides(*kept)
+        pixels = [[side.inputs[PIXELS] for side in sides] for sides in replace(self.samples, size=READ).encoded()]
+        pairs = zip(self.samples.models, zip(*pixels, strict=True), strict=True)
+        return Sides(*(Encoded({PIXELS: torch.cat(each).to(model.device)}, None, ()) for model, each in pairs))
 
 
 def _encode(samples: DatasetSamples) -> Sides[Encoded]:
@@ -136,8 +133,8 @@ def turn(sides: Sides[Encoded]) -> Sides[Encoded]:
         pixels = side.inputs[PIXELS]
         height, width = pixels.shape[-2:]
         # from places in the view to places in the image, both from -1 to 1
-        rows = [[flip * cosine, -sine * height / width, 2 * SHIFT * across]]
-        rows += [[flip * sine * width / height, cosine, 2 * SHIFT * down]]
+        first = [flip * cosine, -sine * height / width, 2 * SHIFT * across]
+        rows = [first, [flip * sine * width / height, cosine, 2 * SHIFT * down]]
         places = torch.stack([torch.stack(row, -1) for row in rows], 1).to(pixels)
         grid = F.affine_grid(places, list(pixels.shape), align_corners=False)
         found = F.grid_sample(pixels, grid, padding_mode="reflection", align_corners=False)

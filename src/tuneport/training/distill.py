@@ -379,9 +379,7 @@ def teach(
         target: the student's model; its head may be another than that of the samples' target.
         change: of the source, which makes it the teacher.
         start: the change of the target that the student begins with.
-        config: the options.
         extra: samples that are taught beside the own ones.
-        events: listens to the run.
         saved: keeps the state of the run, and gives back that of a killed one.
     """
     if not isinstance(samples, DatasetSamples):

@@ -22,8 +22,6 @@ from ..io.tensors import all_finite
 from ..models.weights import own_part
 from ..processes import summed, turns
 
-BatchLoss = Callable[[int, Tensor], Tensor]  # step (0-based) and row numbers -> mean loss of these samples
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -92,7 +90,7 @@ def run_steps(
     optimizer: torch.optim.Optimizer,
     schedule: Schedule,
     count: int,
-    loss: BatchLoss,
+    loss: Callable[[int, Tensor], Tensor],
     pace: Pace,
     more: Callable[[int], Tensor | None] | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
@@ -104,31 +102,18 @@ def run_steps(
     Args:
         what: the run in words, for the error.
         module: its parameters that need a gradient are trained.
-        optimizer: of these parameters.
-        schedule: steps, batches and learning rates.
         count: the number of samples.
-        loss: the mean loss of some samples at a step.
-        pace: where to begin, and how to divide the work.
+        loss: the mean loss of some samples, given by their rows, at a step (0-based).
         more: a loss of a step that no sample has, or None; it is not part of the loss that is yielded.
     """
-    stops, lengths = pace.stops, pace.lengths
-    device, here = next(module.parameters()).device, turns()
+    stops, lengths, device, here = pace.stops, pace.lengths, next(module.parameters()).device, turns()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     unchecked: list[Tensor] = []  # losses that are still on the device
 
     def check(ok: bool, why: str) -> None:
         if not ok:
-            raise TuneportError(
-                f"{what} has diverged: {why} of {schedule.steps}. Lower `learning_rate`, which is "
-                f"{schedule.learning_rate:g}."
-            )
-
-    def check_loss(ok: bool, number: int) -> None:
-        if not ok and number == 1:  # nothing has been learnt yet
-            raise TuneportError(
-                f"the loss of {what} is NaN or infinite before anything is learnt: check the weights and the samples."
-            )
-        check(ok, f"the loss is NaN or infinite at step {number}")
+            advice = f"Lower `learning_rate`, which is {schedule.learning_rate:g}."
+            raise TuneportError(f"{what} has diverged: {why} of {schedule.steps}. {advice}")
 
     for step, rows in islice(enumerate(_draws(count, schedule)), pace.first, None):
         for group in optimizer.param_groups:
@@ -154,7 +139,12 @@ def run_steps(
         unchecked.append(last)
         if step + 1 in stops or len(unchecked) == pace.check_every:
             for number, finite in enumerate(torch.stack(unchecked).isfinite().tolist(), step + 2 - len(unchecked)):
-                check_loss(finite, number)
+                if not finite and number == 1:
+                    raise TuneportError(
+                        f"the loss of {what} is NaN or infinite before anything is learnt: check the weights and the "
+                        "samples."
+                    )
+                check(finite, f"the loss is NaN or infinite at step {number}")
             unchecked.clear()
         if step + 1 in stops:
             for key, parameter in module.named_parameters():

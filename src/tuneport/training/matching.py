@@ -30,6 +30,7 @@ from ..models.tokenizer import PADDING, Encoded
 from ..types import Sides
 
 Ask = Callable[[nn.Module, Encoded], Any]
+Compare = Callable[[Any, Any], Tensor]  # the answers of teacher and student
 Tokens = tuple[Tensor, Tensor, int]  # scores (N, K, vocabulary) and labels (N, K) from this position on
 
 BATCH = 128  # samples of an update
@@ -57,12 +58,12 @@ class Matching:
 
     name: str
     ask: Sides[Ask]
-    loss: Callable[[Any, Any], Tensor]
-    agreement: Callable[[Any, Any], Tensor]
+    loss: Compare
+    agreement: Compare
     batch_size: int
     pass_size: int
     asking: Literal["augmented", "plain", "once"] = "plain"
-    exam: Callable[[Any, Any], Tensor] | None = None
+    exam: Compare | None = None
     comparable: Callable[[Sides[Encoded]], Tensor] | None = None
     apart: bool = False
 
@@ -118,7 +119,7 @@ def matching_of(samples: DatasetSamples) -> Matching:
         if model.outputs.features is None:
             raise TuneportError(f"{model.name} gives no features and has no head: there is nothing to distill.")
     ask = Sides(*(_ask_similarities(model) for model in samples.models))
-    return Matching("similarities", ask, _relative_error, _same_neighbour, 64, 64, asking="augmented")
+    return Matching("similarities", ask, _relative_error, _same_neighbour, 64, 64, "augmented")
 
 
 def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
@@ -145,18 +146,13 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
 
     asked = Sides(ask(models.source, heads.source, slice(None)), ask(models.target, heads.target, places))
     size = BATCH if models.target.inputs.reader is None else TEXTS
-    if models.source.task == "token":
-        compared = _of_text(_soft_loss), _of_text(_same_class)
-        return Matching(
-            "classes", asked, *compared, BATCH, size, asking="augmented", exam=_of_text(_divergence), apart=True
-        )
     if models.source.regresses:
-        return Matching("numbers", asked, _score_error, _explained, BATCH, size, asking="augmented")
+        return Matching("numbers", asked, _score_error, _explained, BATCH, size, "augmented")
     if models.source.multi_label:  # each class is a question of its own
-        return Matching("classes", asked, _score_error, _same_answers, BATCH, size, asking="augmented")
-    return Matching(
-        "classes", asked, _soft_loss, _same_class, BATCH, size, asking="augmented", exam=_divergence, apart=True
-    )
+        return Matching("classes", asked, _score_error, _same_answers, BATCH, size, "augmented")
+    compared: list[Compare] = [_soft_loss, _same_class, _divergence]
+    loss, agreement, exam = map(_of_text, compared) if models.source.task == "token" else compared
+    return Matching("classes", asked, loss, agreement, BATCH, size, "augmented", exam, apart=True)
 
 
 def _soft_loss(teacher: Tensor, student: Tensor) -> Tensor:
@@ -179,7 +175,7 @@ def _same_class(teacher: Tensor, student: Tensor) -> Tensor:
     return (teacher.argmax(-1) == student.argmax(-1)).float().mean()
 
 
-def _of_text(compare: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
+def _of_text(compare: Compare) -> Compare:
     """Compare the class scores of the tokens of texts, which each side gives with their spans."""
 
     def compared(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
@@ -242,18 +238,8 @@ def _of_answers(models: Sides[Model]) -> Matching:
     def comparable(sides: Sides[Encoded]) -> Tensor:
         return torch.tensor(sides.target.counts) > 1
 
-    asked = Sides(*map(ask, models))
-    return Matching(
-        "answers",
-        asked,
-        _answer_loss,
-        _same_class,
-        TEXT_BATCH,
-        TEXT_BATCH,
-        comparable=comparable,
-        asking="once",
-        apart=True,
-    )
+    asked, sizes = Sides(*map(ask, models)), (TEXT_BATCH, TEXT_BATCH)
+    return Matching("answers", asked, _answer_loss, _same_class, *sizes, "once", comparable=comparable, apart=True)
 
 
 def _answer_loss(teacher: Tensor, student: Tensor) -> Tensor:
@@ -268,30 +254,30 @@ def _answer_loss(teacher: Tensor, student: Tensor) -> Tensor:
 def _of_tokens(models: Sides[Model]) -> Matching:
     """Distributions over one vocabulary, at each token to predict."""
 
-    def ask(model: Model) -> Ask:
-        def answer(module: nn.Module, encoded: Encoded) -> Tokens:
-            inputs, named = batch_for(model, encoded)
-            scores, labels = next_tokens(model, module, (inputs, named))
-            return scores, labels, named.shape[1] - labels.shape[1]
-
-        return answer
-
     def comparable(sides: Sides[Encoded]) -> Tensor:
         one, other = (_predicted(model, side) for model, side in zip(models, sides, strict=True))
         length = min(one.shape[1], other.shape[1])
         return _same_ids(one[:, :length], other[:, :length]).any(1)
 
-    return Matching(
-        "tokens",
-        Sides(*map(ask, models)),
-        lambda teacher, student: _token_loss(teacher, student) + _text_loss(student),
-        _same_token,
-        TEXT_BATCH,
-        TEXT_BATCH,
-        exam=lambda _, student: _text_loss(student),
-        comparable=comparable,
-        apart=True,
-    )
+    def loss(teacher: Tokens, student: Tokens) -> Tensor:
+        return _divergence(*_common(teacher, student)) + _text_loss(teacher, student)
+
+    def agreement(teacher: Tokens, student: Tokens) -> Tensor:
+        return _same_class(*_common(teacher, student))
+
+    asked, sizes = Sides(*map(_ask_tokens, models)), (TEXT_BATCH, TEXT_BATCH)
+    return Matching("tokens", asked, loss, agreement, *sizes, "plain", _text_loss, comparable, apart=True)
+
+
+def _ask_tokens(model: Model) -> Ask:
+    """The scores and labels of the tokens to predict."""
+
+    def answer(module: nn.Module, encoded: Encoded) -> Tokens:
+        inputs, named = batch_for(model, encoded)
+        scores, labels = next_tokens(model, module, (inputs, named))
+        return scores, labels, named.shape[1] - labels.shape[1]
+
+    return answer
 
 
 def _predicted(model: Model, encoded: Encoded) -> Tensor:
@@ -316,37 +302,22 @@ def _common(teacher: Tokens, student: Tokens) -> Sides[Tensor]:
     return Sides(widened(one[wanted][:, :size]), widened(two[wanted][:, :size]))
 
 
-def _token_loss(teacher: Tokens, student: Tokens) -> Tensor:
-    return _divergence(*_common(teacher, student))
-
-
-def _text_loss(student: Tokens) -> Tensor:
-    scores, labels, _ = student
+def _text_loss(_: Tokens | None, student: Tokens) -> Tensor:
+    """The mean loss of the tokens to predict, whatever the teacher thinks of them."""
+    scores, labels = student[:2]
     return F.cross_entropy(widened(scores).flatten(0, 1), labels.flatten(), ignore_index=UNLABELLED)
-
-
-def _same_token(teacher: Tokens, student: Tokens) -> Tensor:
-    return _same_class(*_common(teacher, student))
 
 
 def _of_texts(models: Sides[Model]) -> Matching:
     """The texts themselves: passages, or answers that the teacher has written. The teacher says no more."""
 
-    def ask(module: nn.Module, encoded: Encoded) -> Tokens:
-        inputs, named = batch_for(models.target, encoded)
-        scores, labels = next_tokens(models.target, module, (inputs, named))
-        return scores, labels, named.shape[1] - labels.shape[1]
-
     def comparable(sides: Sides[Encoded]) -> Tensor:
         return (_predicted(models.target, sides.target) != UNLABELLED).any(1)
 
-    def loss(_: None, student: Tokens) -> Tensor:
-        return _text_loss(student)
-
     def agreement(_: None, student: Tokens) -> Tensor:
-        scores, labels, _start = student
+        scores, labels = student[:2]
         wanted = labels != UNLABELLED
         return (scores[wanted].argmax(-1) == labels[wanted]).float().mean()
 
-    asked: Sides[Ask] = Sides(lambda *_: None, ask)
-    return Matching("texts", asked, loss, agreement, TEXT_BATCH, TEXT_BATCH, comparable=comparable, apart=True)
+    asked: Sides[Ask] = Sides(lambda *_: None, _ask_tokens(models.target))
+    return Matching("texts", asked, _text_loss, agreement, TEXT_BATCH, TEXT_BATCH, comparable=comparable, apart=True)

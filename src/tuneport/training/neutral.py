@@ -7,7 +7,7 @@ target's own predictions. The other half judges it: a state that has forgotten t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.resources import files
 
@@ -40,6 +40,7 @@ class Neutral:
     """The neutral passages as one language model reads them."""
 
     model: Model
+    _known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def base(self) -> float:
@@ -87,10 +88,6 @@ class Neutral:
         return self._known[number]
 
     @cached_property
-    def _known(self) -> dict[int, tuple[Tensor, Tensor]]:
-        return {}
-
-    @cached_property
     def _judging(self) -> list[Encoded]:
         return self._batches(passages()[1::2])
 
@@ -109,7 +106,8 @@ class Neutral:
         parts = [ordered[at : at + AT_ONCE] for at in range(0, len(ordered), AT_ONCE)]
         if self.model.generates == "causal":
             return [reader.continuations(part, None) for part in parts]
-        return [reader.answers([_begin(text) for text in part], [_end(text) for text in part]) for part in parts]
+        halves = [[(text[: len(text) // 2], text[len(text) // 2 :]) for text in part] for part in parts]
+        return [reader.answers(*map(list, zip(*part, strict=True))) for part in halves]
 
     def _scores(self, module: nn.Module, batch: Encoded) -> tuple[Tensor, Tensor]:
         return next_tokens(self.model, module, batch_for(self.model, batch))
@@ -118,11 +116,3 @@ class Neutral:
 def _rest(logs: Tensor) -> Tensor:
     """The logarithm of what is left of the probability beside some tokens (N, k): (N, 1)."""
     return torch.log1p(-logs.exp().sum(1, keepdim=True).clamp(max=1 - 1e-6))
-
-
-def _begin(text: str) -> str:
-    return text[: len(text) // 2]
-
-
-def _end(text: str) -> str:
-    return text[len(text) // 2 :]

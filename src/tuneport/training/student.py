@@ -55,19 +55,6 @@ def _whole(model: Model, start: TaskVector) -> Student:
     return Student(module, change)
 
 
-def _entry(layer: nn.Module) -> Entry:
-    A, B = (whole(factor.detach()).float().cpu().clone() for factor in _factors(layer))
-    return LowRank(A.T.contiguous(), B.T.contiguous()) if _transposed(layer) else LowRank(B, A)
-
-
-def _factors(layer: nn.Module) -> tuple[Tensor, Tensor]:
-    return layer.get_parameter("lora_A.default.weight"), layer.get_parameter("lora_B.default.weight")
-
-
-def _transposed(layer: nn.Module) -> bool:
-    return type(layer.get_submodule("base_layer")).__name__ == "Conv1D"
-
-
 def _with_lora(model: Model, start: TaskVector, rank: int, seed: int) -> Student:
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -80,33 +67,39 @@ def _with_lora(model: Model, start: TaskVector, rank: int, seed: int) -> Student
     for layer in model.architecture.layers:
         path = layer.weight.removesuffix(".weight")
         owner = module.get_submodule(path) if path != layer.weight else None
-        if isinstance(owner, nn.Linear) or type(owner).__name__ == "Conv1D":
+        if isinstance(owner, nn.Linear) or _is_transposed(owner):
             places[layer.weight] = path
     if not places:
         raise TuneportError(f"{model.name} has no linear layer that a LoRA could adapt.")
-    turned = any(type(module.get_submodule(path)).__name__ == "Conv1D" for path in places.values())
+    turned = any(_is_transposed(module.get_submodule(path)) for path in places.values())
     paths = "|".join(re.escape(path) for path in places.values())
     config = LoraConfig(r=rank, lora_alpha=rank, target_modules=paths, fan_in_fan_out=turned)
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)  # of the first factors
         module = inject_adapter_in_model(config, module)
-    with torch.no_grad():
-        for name, path in places.items():
-            if name in start:
-                _begin(module.get_submodule(path), start[name], rank)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(".lora_" in name)
-    return Student(
-        module, lambda: TaskVector({name: _entry(module.get_submodule(path)) for name, path in places.items()})
-    )
+
+    def factors(path: str) -> tuple[Tensor, Tensor, bool]:
+        layer = module.get_submodule(path)
+        A, B = (layer.get_parameter(f"lora_{name}.default.weight") for name in "AB")
+        return A, B, _is_transposed(layer.get_submodule("base_layer"))
+
+    with torch.no_grad():
+        for name, path in places.items():
+            if name in start:  # the best fit; further ranks begin at zero
+                low, _ = truncate(start[name], rank)
+                (A, B, turned), begun = factors(path), (low.in_factor.flatten(1), low.out_factor)
+                first, second = (begun[1].T, begun[0].T) if turned else begun
+                A[: len(first)], B[:, : len(first)] = first.to(A), second.to(B)
+
+    def entry(path: str) -> Entry:
+        *pair, turned = factors(path)
+        A, B = (whole(factor.detach()).float().cpu().clone() for factor in pair)
+        return LowRank(A.T.contiguous(), B.T.contiguous()) if turned else LowRank(B, A)
+
+    return Student(module, lambda: TaskVector({name: entry(path) for name, path in places.items()}))
 
 
-def _begin(layer: nn.Module, entry: Entry, rank: int) -> None:
-    """Give a layer's LoRA the best fit of an entry; further ranks begin at zero."""
-    low, _ = truncate(entry, rank)
-    B, A = low.out_factor, low.in_factor.flatten(1)
-    if _transposed(layer):
-        A, B = B.T, A.T
-    first, second = _factors(layer)
-    first[: len(A)] = A.to(first)
-    second[:, : len(A)] = B.to(second)
+def _is_transposed(layer: nn.Module | None) -> bool:
+    return type(layer).__name__ == "Conv1D"
