@@ -115,7 +115,8 @@ class TestClasses:
         heads = Sides(*(choose_head(model, None, data) for model in samples.models))
         source = samples.models.source
         assert source.classifier is not None
-        source = replace(source, classifier=replace(source.classifier, problem="multi_label_classification"))
+        labelling = replace(source.classifier.labelling, problem="multi_label_classification")
+        source = replace(source, classifier=replace(source.classifier, labelling=labelling))
         found = matching_of(replace(samples, models=Sides(source, samples.models.target), heads=heads))
         teacher, student = torch.tensor([[2.0, -1.0, 3.0]]), torch.tensor([[1.0, 1.0, 3.0]])
         # a constant for all classes changes the answers: 1, 4 and 0 off, over a variance of 13/3
