@@ -46,7 +46,8 @@ def with_classifier(model: Model) -> Model:
     if found is None:
         return model
     classifier = Classifier(_last_linear(model.module), found)
-    return replace(model, outputs=replace(model.outputs, classes=found.classes), classifier=classifier)
+    outputs = replace(model.outputs, classes=found.classes, logits=lambda module, batch: module(**batch).logits)
+    return replace(model, outputs=outputs, classifier=classifier)
 
 
 def _last_linear(module: Any) -> str:

@@ -63,7 +63,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
     found = text_class(type(module).__name__, config.model_type)
     assert found is not None
     text_kind, head = found
-    classifies, writes = head in CLASSIFIERS, head in WRITERS
+    writes, embeds = head in WRITERS, text_kind == ENCODER and head not in CLASSIFIERS
     within: tuple[str, ...] = ()  # the name prefixes of everything but heads over the vocabulary
     if writes or head == "ForMaskedLM":
         within = ("shared.", "encoder.", "decoder.") if text_kind == SEQ2SEQ else (f"{module.base_model_prefix}.",)
@@ -100,8 +100,7 @@ def complete_text(model: Model, trust_remote_code: bool) -> Model:
     outputs = Outputs(
         features,
         width=int(config.hidden_size),
-        logits=(lambda m, b: m(**b).logits) if classifies else None,
-        embed_texts=embed if text_kind == ENCODER and not classifies and reader is not None else None,
+        embed_texts=embed if embeds and reader is not None else None,
         logit_scale=SENTENCE_SCALE,
     )
     encode = reader.encode if reader is not None else None

@@ -29,33 +29,24 @@ class VisionClass:
 
     features: Run
     special_tokens: int
-    classifies: bool = False
     tower: tuple[str, ...] = ()
     any_size: bool = False  # interpolates its positions for images of other sizes
 
 
 ARCHITECTURES: Mapping[str, VisionClass] = {
     "CLIPModel": VisionClass(
-        lambda m, b: m.visual_projection(m.vision_model(**b).pooler_output),
-        1,
-        tower=("vision_model.", "visual_projection."),
+        lambda m, b: m.visual_projection(m.vision_model(**b).pooler_output), 1, ("vision_model.", "visual_projection.")
     ),
     "CLIPVisionModelWithProjection": VisionClass(lambda m, b: m(**b).image_embeds, 1),
     "CLIPVisionModel": VisionClass(lambda m, b: m(**b).pooler_output, 1),
-    "CLIPForImageClassification": VisionClass(
-        lambda m, b: m.vision_model(**b).last_hidden_state[:, 1:].mean(1), 1, classifies=True
-    ),
+    "CLIPForImageClassification": VisionClass(lambda m, b: m.vision_model(**b).last_hidden_state[:, 1:].mean(1), 1),
     "SiglipModel": VisionClass(lambda m, b: m.vision_model(**b).pooler_output, 0, tower=("vision_model.",)),
     "SiglipVisionModel": VisionClass(lambda m, b: m(**b).pooler_output, 0),
-    "SiglipForImageClassification": VisionClass(
-        lambda m, b: m.vision_model(**b).last_hidden_state.mean(1), 0, classifies=True
-    ),
+    "SiglipForImageClassification": VisionClass(lambda m, b: m.vision_model(**b).last_hidden_state.mean(1), 0),
     "ViTModel": VisionClass(lambda m, b: m(**b).last_hidden_state[:, 0], 1),
-    "ViTForImageClassification": VisionClass(lambda m, b: m.vit(**b).last_hidden_state[:, 0], 1, classifies=True),
+    "ViTForImageClassification": VisionClass(lambda m, b: m.vit(**b).last_hidden_state[:, 0], 1),
     "Dinov2Model": VisionClass(lambda m, b: m(**b).last_hidden_state[:, 0], 1, any_size=True),
-    "Dinov2ForImageClassification": VisionClass(
-        lambda m, b: m.dinov2(**b).last_hidden_state[:, 0], 1, classifies=True, any_size=True
-    ),
+    "Dinov2ForImageClassification": VisionClass(lambda m, b: m.dinov2(**b).last_hidden_state[:, 0], 1, any_size=True),
 }
 
 
@@ -69,11 +60,7 @@ def complete_vision(model: Model, trust_remote_code: bool) -> Model:
     patch, special = int(tower.patch_size), kind.special_tokens
     projected = [layer.out_features for layer in layers if layer.role == "projection"]
 
-    outputs = Outputs(
-        kind.features,
-        width=projected[0] if projected else int(tower.hidden_size),
-        logits=(lambda m, b: m(**b).logits) if kind.classifies else None,
-    )
+    outputs = Outputs(kind.features, width=projected[0] if projected else int(tower.hidden_size))
     if hasattr(module, "text_model"):  # the other of two towers
         name = model.weights.file_names["logit_scale"]
         scale = temperature_of(module.logit_scale, model.weights.tensors, name)
