@@ -152,10 +152,9 @@ def test_progress_follows_what_is_asked_and_is_not_complete_before_the_last_roun
     seen: list[tuple[float, float]] = []
     none: Any = None
     old: Any = SimpleNamespace(
-        models=Sides(SimpleNamespace(name="old"), none),
+        models=Sides(SimpleNamespace(name="old", inputs=SimpleNamespace(reader="a reader")), none),
         writes=False,
         head=SimpleNamespace(classes=CHOICES),
-        check_answers_texts=lambda: None,
         answer=lambda data: kind(data.inputs),
     )
     events, config = Shares(), DistillConfig.of(synthetic=240)

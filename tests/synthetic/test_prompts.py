@@ -65,7 +65,6 @@ def test_samples_of_several_lines_stand_between_marks() -> None:
 def test_an_answer_is_asked_for_by_its_own_samples_or_by_its_name() -> None:
     prompts = Prompts(("where?", "how many?", "how far?"), answers=("place", "number", "number"))
     (request,) = prompts.requests(0, 1, "number")
-    assert request.answer == "number"
     assert request.prompt.startswith('Examples with the answer "number":\n- how ')
     assert sorted(lines(request.prompt)) == ["how far?", "how many?"]
     (request,) = prompts.requests(0, 1, "person")

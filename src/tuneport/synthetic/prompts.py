@@ -27,11 +27,10 @@ FEW = 3  # samples of each
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, the begin of the text that belongs to the sample, and the answer that was asked for."""
+    """A prompt, and the begin of the text that belongs to the sample."""
 
     prompt: str
     start: str = ""
-    answer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Prompts:
         else:
             blocks = [(f'{NAMED} "{name.strip()}":', shown) for name, shown in self._answered(number, answer)]
             blocks = [(self.describe.strip(), []), *blocks] if self.describe.strip() else blocks
-        return Request(self._layout(blocks), answer=answer)
+        return Request(self._layout(blocks))
 
     def _answered(self, number: int, answer: str) -> list[tuple[str, list[str]]]:
         """Samples with this answer; if there are none, samples with two other answers, and the name of this one."""

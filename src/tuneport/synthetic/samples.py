@@ -82,11 +82,6 @@ class OldModel:
         places = np.asarray(scores_by(self.models.source, self.vector, self.head, data)).argmax(-1)
         return [self.head.classes[place] for place in places]
 
-    def check_answers_texts(self) -> None:
-        """Refuse a model that cannot answer written samples."""
-        if not self.writes and (self.head is None or self.models.source.inputs.reader is None):
-            raise OptionError("samples can be written for language models and for classifiers of texts alone.")
-
 
 @dataclass(frozen=True)
 class Frame:
@@ -178,8 +173,9 @@ def write_samples(
     Raises:
         DataError: what is known of the task cannot bring it.
     """
-    old.check_answers_texts()
     model, describe, template = old.models.source, config.describe or "", config.template
+    if not old.writes and (old.head is None or model.inputs.reader is None):
+        raise OptionError("samples can be written for language models and for classifiers of texts alone.")
     passages = not describe if own is None else old.writes and template is None and is_passages(own)
     if passages:
         generator = LocalGenerator(model, old.tuned)
