@@ -38,8 +38,7 @@ def iterate(C: Tensor, cut: float, *, nulls: Nulls = "few", fill: bool = False) 
 
     `nulls` says how null directions are removed. "few": inverse iteration, for fewer than NULLS of them. "any": a
     projector, the sign of a Gram matrix minus the cut; it fails for a value within 1e-4 of the cut. "both": "few", then
-    "any" for the other matrices. "none": full rank is assumed. `fill` maps null directions as near to the identity as
-    possible. The result is None or not certified if this fails.
+    "any" for the others. "none": full rank is assumed. `fill` maps null directions as near to the identity as possible.
     """
     steps, size = _steps(cut), largest_values(C)
     X = C / (_MARGIN * size[:, None, None])
@@ -76,10 +75,7 @@ def _split(C: Tensor, X: Tensor, size: Tensor, cut: float, steps: Steps, fill: b
 
 
 def largest_values(C: Tensor, among: Tensor | None = None) -> Tensor:
-    """Close lower bounds of the largest singular values (B,), by a few power steps with several vectors.
-
-    `among` restricts the left directions to its span: orthonormal columns, zero columns, or a projector.
-    """
+    """Close lower bounds of the largest singular values (B,), by power steps; `among` spans the left directions."""
     block = gaussian(C.shape[-2], PROBES, C.device)
     for _ in range(9):
         block = block / block.norm(dim=-2, keepdim=True).clamp_min(_TINY)
@@ -208,10 +204,7 @@ def _projector_below(gram: Tensor, limit: float) -> Tensor:
 
 
 def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
-    """Orthonormal left null directions, padded with zero columns, and which matrices failed: by inverse iteration.
-
-    Rayleigh quotients are upper bounds, so never too many directions are removed.
-    """
+    """Left null directions, zero-padded, and which failed; Rayleigh quotients are upper bounds: never too many."""
     shift = 1e4 / steps.lifted**2
     near = _resolvent(lower_product(X, X), shift)
     found = _orthonormal(near @ _orthonormal(near @ gaussian(X.shape[-2], min(NULLS, X.shape[-2]), X.device)))
@@ -230,10 +223,7 @@ def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
 
 
 def _certify(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None, fill: bool) -> list[Polar | None]:
-    """Certify and fill all matrices at once; the host waits only here.
-
-    `null` spans the null directions: orthonormal columns, zero columns, or a projector; None if there are none.
-    """
+    """Certify and fill all matrices at once; the host waits only here. `null` spans the null directions, if any."""
     n = C.shape[-2]
     probe = gaussian(n, PROBES, C.device)
     stationarity, spread, total, bad = _stationarity(C, X, null, size, cut, probe)
@@ -274,8 +264,8 @@ def _stationarity(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The size of S^-1/2 (H - H^T) S^-1/2 / 2 for H = C X^T, with a Cholesky factor of H in place of the root.
 
-    The null directions are added to H and the cut is subtracted: without a factor, a value is below the cut. Also
-    returns the spread of H, its trace, and which matrices have no factor.
+    The null directions are added to H and the cut is subtracted: without a factor, a value is below the cut. Also the
+    spread of H, its trace, and which matrices have no factor.
     """
     lifted = lower_product(C, X)
     diagonal = lifted.diagonal(dim1=-2, dim2=-1)

@@ -34,9 +34,8 @@ TOGETHER = 48  # the matrices of one batch take 1/TOGETHER of the memory, the wo
 def polar(C: Tensor, cut: float, route: str | None = None, *, most: int | None = None) -> Polar:
     """The polar factor of C on the directions whose singular value exceeds `cut` times the largest.
 
-    `route` is one of ROUTES, None to choose by shape and device. If it finds no certified result, the next one of
-    ROUTES is tried. `most` is the largest rank that C can have, if known. C must be float64 and finite.
-    Trap: `left` and `right` are unique only up to a common rotation.
+    `route` is one of ROUTES, None to choose; without a certified result, the next one is tried. `most` is the largest
+    rank that C can have, if known. Trap: `left` and `right` are unique only up to a common rotation.
     """
     if C.shape[0] > C.shape[1]:
         return polar(C.T, cut, route, most=most).T
@@ -60,10 +59,9 @@ def polar(C: Tensor, cut: float, route: str | None = None, *, most: int | None =
 def polar_together(
     matrices: Sequence[Tensor], cut: float, *, fill: bool = False, budget: int | None = None
 ) -> list[Polar]:
-    """Batched polar factors of equally shaped matrices (used on GPUs).
+    """Batched polar factors of equally shaped matrices (used on GPUs), each alone where it has no certified result.
 
-    With `fill`, the iteration completes them to isometries where it can; `null` is empty there. `budget` limits the
-    memory of a batch (`together_bytes`). A matrix without a certified result is solved alone by `polar`.
+    With `fill`, the iteration completes them to isometries where it can; `null` is empty there.
     """
     rows, columns = matrices[0].shape
     if rows > columns:
@@ -114,8 +112,7 @@ def by_svd(C: Tensor, cut: float) -> Polar:
 def by_few(C: Tensor, cut: float) -> Polar | None:
     """Subspace iteration with a narrow block, for few singular values above a cut that one Gram matrix resolves.
 
-    The result is None unless the norm of C outside the block proves that all other values are below the cut. Gradients
-    of a classifier have some ten directions, one per class.
+    The result is None unless the norm of C outside the block proves that all other values are below the cut.
     """
     n = len(C)
     width = n // FEW
@@ -148,8 +145,7 @@ def by_few(C: Tensor, cut: float) -> Polar | None:
 def few_together(C: Tensor, cut: float) -> list[Polar | None]:
     """`by_few` of matrices (B, n, m) on an accelerator, with power steps in place of the norm outside the block.
 
-    A narrow block first, then a wide one for the other matrices; the decay of its spectrum says how many more turns are
-    needed. The result of a matrix is None if these are too many, or if a value outside the block is above the cut.
+    A narrow block first, then a wide one for the others; the decay of its spectrum says how many more turns are needed.
     """
     n, eps = C.shape[-2], torch.finfo(C.dtype).eps
     results: list[Polar | None] = [None] * len(C)
@@ -255,10 +251,7 @@ def _choose(C: Tensor, cut: float, most: int | None) -> str:
 
 
 def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:
-    """The polar factor of `X^T Y` from its M x d factors, M below both widths: two QRs and an M x M problem.
-
-    `null` is empty: it would span nearly all directions. Complete the result with `complete_thin`.
-    """
+    """The polar factor of `X^T Y` by two QRs, from M x d factors; `null` is empty: use `complete_thin`."""
     (Q_A, R_A), (Q_B, R_B) = torch.linalg.qr(X.double().T), torch.linalg.qr(Y.double().T)
     core = R_A @ R_B.T  # (M, M)
     small = polar(core, cut)

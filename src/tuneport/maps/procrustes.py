@@ -317,10 +317,7 @@ def solve_groups(
     completion: Completion = "svd",
     budget: int | None = None,
 ) -> Iterator[dict[Key, Alignment]]:
-    """Yield the maps of each group (block) in turn.
-
-    A CPU solves one group at a time, an accelerator as many as may be held, in batches of similar size.
-    """
+    """Yield the maps of each group (block): one at a time on a CPU, as many as may be held on an accelerator."""
     distinct = [{statistics.covariances[key] for key in keys} for keys in groups]
     sizes = [sum(8 * math.prod(covariance.shape) for covariance in group) for group in distinct]
     device = next((covariance.device for group in distinct for covariance in group), torch.device("cpu"))

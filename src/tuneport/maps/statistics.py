@@ -274,10 +274,7 @@ class WeightGradient:
         self.samples = 0
 
     def update(self, inputs: Tensor, gradients: Tensor) -> None:
-        """Add samples: layer inputs (N, T, d_in) and output gradients (N, T, d_out).
-
-        The gradient of a sample is computed in at least float32, since half precision overflows; sums are in float64.
-        """
+        """Add layer inputs (N, T, d_in) and output gradients (N, T, d_out), in float32: half precision overflows."""
         for x, g in zip(inputs.split(16), gradients.split(16), strict=True):
             x, g = (part.to(torch.promote_types(part.dtype, torch.float32)) for part in (x, g))
             weight, bias = torch.einsum("nto,nti->noi", g, x), g.sum(1)

@@ -41,10 +41,7 @@ def symmetric_product(X: Tensor, Y: Tensor) -> Tensor:
 
 
 def inverse(A: Tensor) -> Tensor:
-    """The inverse of a positive definite matrix, in place; only its lower triangle is read.
-
-    It uses the inverse of the Cholesky factor: halving A itself would square its condition.
-    """
+    """The inverse of a positive definite matrix, in place, by its Cholesky factor; only its lower triangle is read."""
     root, _ = inverse_root(A)
     n = A.shape[-1]
     if n < _PARTS * _PART:
@@ -69,10 +66,7 @@ def inverse_root(A: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def orthonormal(columns: Tensor, rounds: int) -> Tensor:
-    """Columns (B, n, k) of the same span, made orthonormal by Cholesky factors of their Gram matrix.
-
-    Each round improves the condition up to a factor of 1e6, since the Gram matrix is shifted by its rounding error.
-    """
+    """Columns (B, n, k) made orthonormal by Cholesky factors; each round improves the condition up to a factor 1e6."""
     for _ in range(rounds):
         gram = columns.mT @ columns
         diagonal = gram.diagonal(dim1=-2, dim2=-1)

@@ -52,10 +52,7 @@ def tail(count: int, least: int, share: float) -> float:
 
 
 def direction(better: int, worse: int) -> int:
-    """Return 1 if clearly more samples become better than worse, -1 if clearly fewer, 0 if chance could do it.
-
-    The test is McNemar's exact one.
-    """
+    """Return 1 if clearly more samples become better than worse, -1 if clearly fewer, else 0 (McNemar, exact)."""
     from scipy.stats import binomtest
 
     if better == worse or binomtest(better, better + worse).pvalue >= LEVEL:
@@ -232,10 +229,7 @@ def each_batch(
 def encode_batches(
     model: Model, data: Dataset, batch_size: int, progress: Progress = ignore
 ) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """Yield batches of encoded samples on the model's device, with their labels; images are read batch by batch.
-
-    Labels of unlabelled data are all -100, which cross-entropy ignores: a loss over nothing else is NaN.
-    """
+    """Yield batches of encoded samples on the model's device, with their labels: all -100 where there are none."""
     check_samples(data)
     if model.inputs.encode is None:
         raise TuneportError(model.unreadable)
@@ -291,9 +285,8 @@ class _Scores:
 def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress = ignore) -> Evaluation:
     """The loss of the texts, of their targets, or of the answers in chats, per token and per character.
 
-    Perplexity is the exponential of the mean loss of a token. Bits per character divide the losses of the tokens that
-    spell the texts by the length of the texts, so that models with different tokenizers and chat templates compare:
-    special tokens and the end of a turn do not count.
+    Bits per character divide the losses of the tokens that spell the texts by the length of the texts, so that models
+    with different tokenizers and templates compare: special tokens and the end of a turn do not count.
     """
     _check(model, data)
     found = _score(model, data, batch_size, progress)
@@ -303,10 +296,9 @@ def perplexity(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
 
 
 def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: Progress = ignore) -> Evaluation:
-    """Accuracy of the likeliest answer among the choices of each sample, or among the words for the classes.
+    """Accuracy of the likeliest answer among the choices, or the words for the classes; perplexity of the right ones.
 
-    The likelihood is that of the whole answer, not divided by its length. Perplexity and bits per character are those
-    of the right answers.
+    The likelihood is that of the whole answer, not divided by its length.
     """
     _check(model, data)
     size = questions_at_once(model, batch_size, max(map(len, candidates_of(data)), default=1))

@@ -324,10 +324,7 @@ def agreement(labelled: Dataset, known: Dataset) -> float | None:
 def with_teacher_scores(
     models: Sides[Model], change: Change, samples: Samples, scores: tuple[NDArray[Any], NDArray[Any]] | None = None
 ) -> Samples:
-    """The samples with the scores of the fine-tuned source and of its base, where heads of the target are fitted.
-
-    `scores` are of the base and the source, where known.
-    """
+    """The samples with scores (those given, where known) of the source and its base, where a head is fitted."""
     if not change.fits_head:
         return samples
     assert isinstance(samples, DatasetSamples)

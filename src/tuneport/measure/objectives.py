@@ -95,10 +95,7 @@ def _has_pairs(dataset: Dataset) -> bool:
 
 
 def read_answers(dataset: Dataset) -> Sequence[str] | None:
-    """The text to write for each sample: its target, the right one of its choices, or the words for its label.
-
-    A chat holds its answers.
-    """
+    """The text to write for each sample, from its target, its choices, or its label; a chat holds its answers."""
     if dataset.targets is not None or dataset.labels is None or dataset.has_chats:
         return dataset.targets
     if dataset.choices is not None:
@@ -177,8 +174,7 @@ def labelled_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores (M, vocabulary) of the tokens with a label, row by row, their labels (M,), and their rows (M,).
 
-    Of a long question with a short answer few are left: the scores of a token are as many as the vocabulary. `counts`
-    as for `next_tokens`.
+    `counts` as for `next_tokens`. The scores of other tokens are not computed: each has as many as the vocabulary.
     """
     labels = batch[1]
     if counts and model.shares_questions:

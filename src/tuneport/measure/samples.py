@@ -272,8 +272,7 @@ class Measurement:
 def samples_at_once(models: Sides[Model]) -> int | None:
     """The number of samples in one pass through models in memory; None for all of a batch.
 
-    On a CPU a few are faster than many, since they stay in its caches, and need less memory: eight, or as many as have
-    the units of eight in a layer of width 1,024, for narrow models, whose passes cost calls, not arithmetic.
+    On a CPU a few stay in its caches: eight, or as many units as eight have in a layer of width 1,024.
     """
     if models.target.device.type != "cpu":
         return None

@@ -173,8 +173,7 @@ def _counts(source: Tensor, target: Tensor) -> tuple[int, int]:
 class TokenLimit:
     """Caps the tokens of all samples together: a share of each sample's, drawn by seed and sample, not by batch.
 
-    With `first`, a sample's first token is always drawn: in the last block of a vision model, only the class token
-    has a gradient.
+    `first` keeps a sample's first token: in the last block of a vision model, only the class token has a gradient.
     """
 
     tokens: int

@@ -1,7 +1,7 @@
-"""The samples of a test split that calibration does not use: on others, a gain would be claimed that is none.
+"""Test samples that calibration does not use, found by their content; and routes, judged on such samples.
 
-Data without splits serve calibration and evaluation: the samples that calibration does not draw are held out. A test
-split may also share samples with the training split, by mistake. Both are found by the content of the samples.
+Models are compared sample by sample: by the classes or the answers that they choose, or by the bits of what the old
+model has written. A difference counts if a paired test tells it from chance.
 """
 
 from __future__ import annotations

@@ -24,9 +24,8 @@ from ..types import Signal
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The input of a method: the plan, the source's task vector by parameter name, the statistics.
+    """The input of a method: plan, task vector by parameter name, statistics, base weights, the device's budget.
 
-    The weights of both base models are for methods that match weights; `memory_budget` is that of the solving device.
     A method that moves layers one after the other may tell `on_layer` of each.
     """
 
@@ -163,8 +162,7 @@ def bias_of(pair: LayerPair, task_vector: Mapping[str, Entry]) -> Tensor | None:
 class Entries:
     """The target's task vector while it is built layer by layer, in float32.
 
-    Layers may share a fused weight and come in any order. Their factors are joined without a product: layers with the
-    same input factor share a block of columns, others get one each.
+    Layers may share a fused weight. Their factors are joined without a product: one input factor, one block of columns.
     """
 
     def __init__(self) -> None:
@@ -240,8 +238,7 @@ def check_same_shapes(plan: Plan, method: str) -> None:
 def check_method(method: Method, problem: Problem) -> Transfer:
     """Raise AssertionError at the first breach of the law of `Method` on one problem; return the answer of the method.
 
-    Also, tensors that `Method.kept` names are kept, records name layers of the plan with the norms of the moved
-    matrices, and the problem is not changed. The statistics of the problem must have `method.signals`.
+    Also, what `Method.kept` names is kept, records have the norms of the moved matrices, the problem is not changed.
     """
     signals = method.signals
     named = isinstance(signals, frozenset) and all(isinstance(signal, str) for signal in signals)

@@ -62,10 +62,7 @@ BY_DISTANCE = "relative position bias: one order of its heads would have to fit 
 
 @dataclass(frozen=True)
 class Places:
-    """The spaces of a plan's target tensors by name, None for an axis whose units keep their order.
-
-    `kept` are the tensors without a space, `shortcuts` the pairs of spaces that a residual connection ties.
-    """
+    """The spaces of target tensors, None for a fixed order; tensors without one; pairs that a residual ties."""
 
     layers: Mapping[str, Axes]
     loose: Mapping[str, Space | None]
