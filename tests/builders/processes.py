@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -20,7 +21,19 @@ from torch.multiprocessing import start_processes
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["tuneport.cli", "tuneport.pipeline.run", "transformers.models.clip.modeling_clip", "peft"]
+    [
+        "tuneport.cli",
+        "tuneport.fleet.run",
+        "tuneport.pipeline.distill",
+        "tuneport.pipeline.run",
+        "tuneport.pipeline.upgrade",
+        "peft",
+        "scipy.stats",
+        "sklearn.linear_model",
+        "transformers.models.bert.modeling_bert",
+        "transformers.models.clip.modeling_clip",
+        "transformers.models.llama.modeling_llama",
+    ]
 )
 
 
@@ -90,5 +103,7 @@ def _run(program: str, words: tuple[str, ...], folder: str, variables: Mapping[s
     os.environ.update(variables or {})
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
+    gc.freeze()  # what is imported is read by no garbage collection, and its pages stay shared
+    gc.set_threshold(10_000)
     sys.argv[:] = ["-c", *words]
     exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
