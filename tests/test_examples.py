@@ -31,7 +31,11 @@ def run(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str)
     [
         ("upgrade_images.py", ("--steps", "40", "--samples", "150", "--routes", "port"), "Evaluation("),
         ("upgrade_text_classifier.py", ("--steps", "40", "--samples", "120", "--routes", "port"), "'label': "),
-        ("upgrade_lora.py", ("--steps", "40", "--routes", "port,distill"), "$ tuneport evaluate upgraded --ask "),
+        (
+            "upgrade_lora.py",
+            ("--steps", "40", "--samples", "30", "--routes", "port,distill"),
+            "$ tuneport evaluate upgraded --ask ",
+        ),
     ],
 )
 def test_a_script_goes_from_inputs_to_an_answer(
@@ -44,7 +48,7 @@ def test_a_script_goes_from_inputs_to_an_answer(
 ) -> None:
     if script == "upgrade_lora.py":
         pytest.importorskip("peft")
-    monkeypatch.setattr("tuneport.training.division.STEPS", 30)
+    monkeypatch.setattr("tuneport.training.division.STEPS", 8)
     run(script, tmp_path, monkeypatch, *words)
     shown = capsys.readouterr().out
     assert "Upgrade(" in shown
