@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -267,6 +268,16 @@ def test_a_wrong_iterate_does_not_get_a_certificate(fault: str, monkeypatch: pyt
         assert polar(C, CUT, route).route == "eigh"
 
 
+@functools.cache
+def single_ones(rows: int, columns: int) -> tuple[list[Tensor], list[tuple[Polar, Tensor]]]:
+    """Matrices of all spectra, with their polar factors by the plain route, and these completed."""
+    n = min(rows, columns)
+    spectra = [*SPECTRA.values(), lambda n: torch.zeros(n, dtype=torch.float64)]
+    problems = [planted(rows, columns, spectrum(n))[0] for spectrum in spectra]
+    alone = [polar(C, CUT, "svd") for C in problems]
+    return problems, [(each, complete(each).dense()) for each in alone]
+
+
 @pytest.mark.parametrize("leaf", [25, 1024])  # inverses by halves and at once
 @pytest.mark.parametrize("few", [0, 100])
 @pytest.mark.parametrize("fill", [False, True])
@@ -278,16 +289,13 @@ def test_batched_polar_factors_equal_single_ones(
     for name in ("_LEAF", "_PART", "_HALF", "_ONE_BY_ONE"):
         monkeypatch.setattr(symmetric, name, leaf)
     monkeypatch.setattr(solver, "together_bytes", lambda *_: 8 * rows * columns * 4)  # several batches
-    n = min(rows, columns)
-    spectra = [*SPECTRA.values(), lambda n: torch.zeros(n, dtype=torch.float64)]
-    problems = [planted(rows, columns, spectrum(n))[0] for spectrum in spectra]
+    problems, singles = single_ones(rows, columns)
     found = polar_together(problems, CUT, fill=fill)
-    for C, one in zip(problems, found, strict=True):
-        alone = polar(C, CUT, "svd")
+    for one, (alone, filled) in zip(found, singles, strict=True):
         assert one.rank == alone.rank
         assert one.certificate.holds
         assert one.total == pytest.approx(alone.total, rel=1e-9)
-        expected = complete(alone).dense() if fill else alone.dense()
+        expected = filled if fill else alone.dense()
         assert float(((complete(one).dense() if fill else one.dense()) - expected).abs().max()) < 1e-7
     assert [one.route for one in found[:4]] == ["qdwh", "qdwh", "qdwh", "lift"]
     assert [one.route for one in found[4:]] == ["qdwh", "lift", "eigh"]
@@ -394,7 +402,8 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize("spectrum", ["conditioned", "down to the cut", "a few null directions", "half of them null"])
 @pytest.mark.parametrize(("rows", "columns", "many"), [(300, 300, 4), (150, 200, 10), (500, 250, 4)])
 def test_solving_bytes_bounds_the_peak_memory_of_the_solver(rows: int, columns: int, many: int, spectrum: str) -> None:
-    matrices = [planted(rows, columns, SPECTRA[spectrum](min(rows, columns)))[0] for _ in range(many)]
+    C, _ = planted(rows, columns, SPECTRA[spectrum](min(rows, columns)))
+    matrices = [C.clone() for _ in range(many)]
     _, work = solving_bytes((rows, columns), 10**6, torch.device("cuda"))
     with Live() as live:
         found = polar_together(matrices, CUT, fill=True)

@@ -37,15 +37,19 @@ SAME_LAYERS = ("same", "fused source, same shapes", "fused target, same shapes",
 SERVED = {"gradfix": SAME_LAYERS, "gradfix_mean": SAME_LAYERS, "transfusion": SAME_LAYERS[:3]}
 
 
-@functools.cache
 def posed(scenario: str, method: str, count: int = 64) -> Problem:
+    return measured(scenario, get_method(method).signals, count)
+
+
+@functools.cache
+def measured(scenario: str, signals: frozenset[str], count: int) -> Problem:
     source_sizes, target_sizes = SCENARIOS[scenario]
     source, target = ToyViT(**source_sizes, seed=1), ToyViT(**target_sizes, seed=2)
     moved = finetuned(source)
     with torch.no_grad():  # loose tensors move too, for the methods that carry them
         moved.class_embedding.add_(0.1)
         moved.position_embedding.add_(0.2)
-    return problem(source, moved, target, get_method(method).signals, count=count)
+    return problem(source, moved, target, signals, count=count)
 
 
 grid = pytest.mark.parametrize(
