@@ -308,7 +308,7 @@ class TestVanishedInput:
 
     def test_no_part_of_a_table_steers_the_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
         terminal.show([["\x1b[2Jcell", "[red]"]], "\x1b[2Jcolumn", "\x9b2J", title="\x1b]0;title\x07")
-        terminal.show_list([("\x1b[2Jlabel", "\rtext")], "bold")
+        terminal.say("\x1b[2Jlabel\rtext")
         found = capsys.readouterr().out
         assert not {"\x1b", "\x07", "\x9b", "\r"} & set(found)
         for words in ("[2Jcell", "[red]", "[2Jcolumn", "\ufffd2J", "\ufffd]0;title\ufffd", "[2Jlabel", " text"):
