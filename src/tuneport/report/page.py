@@ -212,7 +212,8 @@ def _distilled_tracks(found: Mapping[str, Any] | None) -> list[tuple[str, Figure
         agreements.append({"label": step, "text": f"{share:.1f} %", "bar": (), "marks": ((share, "after"),)})
     if not losses:
         return []
-    return [("loss, held out", tracks(losses, low=0.0)), ("agreement", tracks(agreements, low=0.0, high=100.0))]
+    distance = ("Distance from the teacher's answers", tracks(losses, low=0.0))
+    return [distance, ("Agreement with the teacher", tracks(agreements, low=0.0, high=100.0))]
 
 
 def _layer_maps(layers: Layers) -> list[Figure]:
