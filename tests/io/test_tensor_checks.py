@@ -60,6 +60,17 @@ def test_same_structure_collects_everything() -> None:
     assert text.endswith("block.2.w, ... and 9 more. Check that the fine-tuned model was fine-tuned from the base.")
 
 
+def test_vocabularies_of_different_length() -> None:
+    base = {"embed": torch.zeros(300, 4), "head": torch.zeros(300, 4), "w": torch.zeros(4, 4)}
+    padded = {"embed": torch.zeros(320, 4), "head": torch.zeros(320, 4), "w": torch.zeros(4, 4)}
+    assert error_of(lambda: same_structure(base, padded)) == (
+        "2 of 3 tensors of the fine-tuned model differ in shape from the base: embed (320, 4) vs (300, 4), "
+        "head (320, 4) vs (300, 4). If these are vocabularies of 320 and 300 entries, and one of them is padded, "
+        'resize one with resize_token_embeddings. Exclude them with `exclude=["embed", "head"]`.'
+    )
+    assert "vocabularies" not in error_of(lambda: same_structure(base, {**base, "w": torch.zeros(5, 4)}))
+
+
 def test_long_names_take_neither_pages_nor_hours() -> None:
     """Prefixes of a name of a million parts, joined one after the other, would have 10^12 characters."""
     names = ["n" * 10**5, *(f"{start}.{'.'.join('a' * 10**6)}" for start in "bcde")]

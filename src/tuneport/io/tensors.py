@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +21,7 @@ from ..errors import CheckpointError, first_of
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]  # by name
 LONGEST_PATTERN = 200  # characters of a pattern in an error
+MOST_PARTS = 20  # of a name, whose prefixes are compared
 _PIECE = 2**22  # elements of a piece
 
 
@@ -183,16 +184,43 @@ def same_structure(base: Tensors, finetuned: Tensors, exclude: Sequence[str] = (
         if found
     ]
     if findings:
-        names = [*differing, *extra, *missing]
-        patterns = sorted({f"{name.rpartition('.')[0]}.*" if "." in name else name for name in names})
-        advice = f"Exclude them with `exclude={json.dumps(patterns)}`."
-        if len(patterns) > 3 or max(map(len, patterns)) > LONGEST_PATTERN:
-            advice = f"Check that {tuned_name} was fine-tuned from {base_name}."
-        raise CheckpointError(" ".join([*findings, advice]))
+        padding = _padding({(tuned[name], old[name]) for name in differing})
+        exclusion = _exclusion_of([*differing, *extra, *missing], {**tuned, **old}, tuned_name, base_name)
+        raise CheckpointError(" ".join([*findings, *padding, exclusion]))
+
+
+def _padding(shapes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
+    """Advice where models differ only in the length of tables that look like vocabularies (256 rows or more)."""
+    similar = all(len(one) == len(two) == 2 and one[1] == two[1] and min(one[0], two[0]) >= 256 for one, two in shapes)
+    if not similar or len({(one[0], two[0]) for one, two in shapes}) != 1:
+        return []
+    ((one, _), (other, _)), *_ = shapes
+    return [
+        f"If these are vocabularies of {one} and {other} entries, and one of them is padded, resize one with "
+        "resize_token_embeddings."
+    ]
 
 
 def _is_weight(spec: TensorSpec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _exclusion_of(names: Sequence[str], among: Collection[str], one: str, other: str) -> str:
+    """Advice on patterns that exclude these names: their modules, or shorter prefixes if those are more than three."""
+    patterns = sorted({f"{name.rpartition('.')[0]}.*" if "." in name else name for name in names})
+    if len(patterns) > 3 and 2 * len(names) < len(among):
+        others = set(among) - set(names)
+        patterns = sorted({_widest(name, others) for name in names})
+    if len(patterns) > 3 or max(map(len, patterns)) > LONGEST_PATTERN:
+        return f"Check that {one} was fine-tuned from {other}."
+    return f"Exclude them with `exclude={json.dumps(patterns)}`."
+
+
+def _widest(name: str, others: Collection[str]) -> str:
+    """A pattern of the shortest prefix of a name that none of the others has."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) + "." for length in range(1, min(len(parts), MOST_PARTS)))
+    return next((f"{start}*" for start in prefixes if not any(o.startswith(start) for o in others)), name)
 
 
 def _name_of(tensors: object, default: str) -> str:
