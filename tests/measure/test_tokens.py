@@ -52,7 +52,7 @@ any_text = st.text(min_size=1, max_size=40).filter(lambda text: bool(text.strip(
 some_text = st.one_of(known_words, any_text)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     texts=st.lists(st.one_of(some_text, st.tuples(some_text, some_text)), min_size=1, max_size=3),
     names=st.tuples(st.sampled_from(["bert", "roberta"]), st.sampled_from(["bert", "roberta"])),

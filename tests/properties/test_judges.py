@@ -33,7 +33,7 @@ COUNT = 8
 HELD_OUT = 4  # of a distillation: the last of the draw
 OPTIONS: dict[str, Any] = {"samples": COUNT, "scale": 1.0, "accept_unlikely": True}
 quick = settings(
-    max_examples=25,
+    max_examples=10,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],  # an example takes 0.2 s
 )
