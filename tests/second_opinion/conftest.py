@@ -41,7 +41,7 @@ def agree(run: Run) -> Callable[..., dict[str, Numbers]]:
             bound: of the relative difference.
         """
         given = [word for name, path in models.items() for word in (f"--{name}", path)]
-        given += ["--samples", 12, "--scale", 1, "--as", as_, *(["--rank", 2] if as_ == "adapter" else [])]
+        given += ["--samples", 8, "--scale", 1, "--as", as_, *(["--rank", 2] if as_ == "adapter" else [])]
         done = run("transfer", *given, "--out", out, "--evaluate", "--json")
         assert done.code == 0, done.err
         record = json.loads((out / "tuneport.json").read_text(encoding="utf-8"))

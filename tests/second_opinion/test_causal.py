@@ -20,7 +20,7 @@ WORDS = ["cat", "dog", "sea"]
 
 
 def texts() -> list[dict[str, Any]]:
-    return [{"text": text} for text in SENTENCES[:12]] + [{"text": f"{text}, too"} for text in SENTENCES[:12]]
+    return [{"text": text} for text in SENTENCES[:8]] + [{"text": f"{text}, too"} for text in SENTENCES[:8]]
 
 
 def continuations() -> list[dict[str, Any]]:
