@@ -5,8 +5,11 @@ from __future__ import annotations
 import gzip
 import hashlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +19,15 @@ from scipy.io import savemat
 from paper import files
 from paper.files import read_idx, read_mat
 from paper.layouts import FACTS, scene_name
+from tuneport.data.dataset import Dataset
 from tuneport.data.images import files_of
 from tuneport.data.tasks import TASKS, VALIDATION_SHARE, get_task, read_data
 from tuneport.errors import DataError
+from tuneport.io.untrusted import read_apart
 from tuneport.report.provenance import data_identity
 
 Maker = Callable[[Path], Path]
+SPLITS = ("train", "validation", "test")
 
 
 def write_image(path: Path, shade: int = 0) -> Path:
@@ -165,12 +171,50 @@ LAYOUTS: dict[str, tuple[str, Maker, int, int]] = {  # task, maker, samples of t
 }
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The files of a layout, and what its task reads from them; no test changes either."""
+
+    name: str
+    place: Path
+    splits: dict[str, Dataset]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _matlab_files_read_once() -> Iterator[None]:
+    """Keep what a MATLAB file has: each is read in a process that imports SciPy."""
+    known: dict[Any, bytes] = {}
+
+    def read(path: Path, *given: str) -> bytes:
+        key = (hashlib.sha256(path.read_bytes()).digest(), *given)
+        if key not in known:
+            known[key] = read_apart(path, *given)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "read_apart", read)
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Layout]:
+    """Make a layout when it is first asked for."""
+
+    @cache
+    def make(layout: str) -> Layout:
+        name, write, *_ = LAYOUTS[layout]
+        place = write(tmp_path_factory.mktemp("layout") / "data")
+        return Layout(name, place, {split: get_task(name).read(place, split) for split in SPLITS})
+
+    return make
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 class TestLayouts:
-    def test_sizes_images_and_classes(self, layout: str, tmp_path: Path) -> None:
-        name, make, trained, tested = LAYOUTS[layout]
-        task, place = get_task(name), make(tmp_path / "data")
-        train, validation, test = (task.read(place, split) for split in ("train", "validation", "test"))
+    def test_sizes_images_and_classes(self, layout: str, made: Callable[[str], Layout]) -> None:
+        name, _, trained, tested = LAYOUTS[layout]
+        task = get_task(name)
+        train, validation, test = made(layout).splits.values()
         assert (len(train) + len(validation), len(test)) == (trained, tested)
         assert train.classes == validation.classes == test.classes
         assert not task.classes or train.classes == task.classes
@@ -180,10 +224,8 @@ class TestLayouts:
             assert data.labels is not None
             assert data.labels.max() < len(data.classes)
 
-    def test_splits_are_disjoint_and_reproducible(self, layout: str, tmp_path: Path) -> None:
-        name, make, *_ = LAYOUTS[layout]
-        task, place = get_task(name), make(tmp_path / "data")
-        splits = [task.read(place, split) for split in ("train", "validation", "test")]
+    def test_splits_are_disjoint_and_reproducible(self, layout: str, made: Callable[[str], Layout]) -> None:
+        task, place, splits = get_task(made(layout).name), made(layout).place, [*made(layout).splits.values()]
         files = [files_of(data) for data in splits]
         if files[0]:
             assert len({file for part in files for file in part}) == sum(map(len, files))
@@ -194,10 +236,9 @@ class TestLayouts:
         assert again.labels is not None
         assert again.labels.tolist() == splits[1].labels.tolist()  # type: ignore[union-attr]
 
-    def test_reference_reads_the_same(self, layout: str, tmp_path: Path) -> None:
-        name, make, _, tested = LAYOUTS[layout]
-        place = make(tmp_path / "data")
-        data = read_data(f"{name.upper()}:{place}", "test")
+    def test_reference_reads_the_same(self, layout: str, made: Callable[[str], Layout]) -> None:
+        name, _, _, tested = LAYOUTS[layout]
+        data = read_data(f"{name.upper()}:{made(layout).place}", "test")
         assert (len(data), data.name) == (tested, name)
 
 
@@ -216,9 +257,10 @@ USED: dict[str, set[str]] = {  # the files other than images that a reader opens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_record_has_exactly_the_files_that_were_read(layout: str, tmp_path: Path) -> None:
-    name, make, *_ = LAYOUTS[layout]
-    place = make(tmp_path / "data")
+def test_record_has_exactly_the_files_that_were_read(
+    layout: str, made: Callable[[str], Layout], tmp_path: Path
+) -> None:
+    name, place = made(layout).name, shutil.copytree(made(layout).place, tmp_path / "data")
     for folder in (place, *(child for child in place.iterdir() if child.is_dir())):
         (folder / "diary.md").write_text("not of the data set")
     train = read_data(f"{name}:{place}", "train")
@@ -229,8 +271,8 @@ def test_record_has_exactly_the_files_that_were_read(layout: str, tmp_path: Path
 
 
 class TestContent:
-    def test_labels_are_those_of_the_files(self, tmp_path: Path) -> None:
-        test = get_task("gtsrb").read(gtsrb(tmp_path / "gtsrb"), "test")
+    def test_labels_are_those_of_the_files(self, made: Callable[[str], Layout]) -> None:
+        test = made("gtsrb").splits["test"]
         assert [test.classes[label] for label in test.labels] == [  # type: ignore[union-attr]
             "end of the overtaking ban for lorries",
             "speed limit 20 km/h",
@@ -238,8 +280,8 @@ class TestContent:
         ]
         assert [image.getpixel((0, 0))[0] for image in test.inputs] == [0, 1, 2]
 
-    def test_folder_names_become_class_names_in_order(self, tmp_path: Path) -> None:
-        data = get_task("eurosat").read(eurosat(tmp_path / "eurosat"), "train")
+    def test_folder_names_become_class_names_in_order(self, made: Callable[[str], Layout]) -> None:
+        data = made("eurosat").splits["train"]
         shades = {
             round(image.getpixel((4, 4))[0] / 20)
             for image, label in zip(data.inputs, data.labels, strict=True)
@@ -248,20 +290,20 @@ class TestContent:
         assert shades == {9}
         assert data.classes[9] == "lake or sea"
 
-    def test_svhn_label_10_is_the_digit_0(self, tmp_path: Path) -> None:
-        test = get_task("svhn").read(svhn(tmp_path / "svhn"), "test")
+    def test_svhn_label_10_is_the_digit_0(self, made: Callable[[str], Layout]) -> None:
+        test = made("svhn").splits["test"]
         by_shade = {
             image.getpixel((0, 0))[0]: int(label) for image, label in zip(test.inputs, test.labels, strict=True)
         }  # type: ignore[arg-type]
         assert by_shade[0] == 1
         assert by_shade[9] == 0
 
-    def test_cars_and_scenes_take_their_names_from_the_data(self, tmp_path: Path) -> None:
-        assert get_task("cars").read(cars(tmp_path / "cars"), "train").classes == (
+    def test_cars_and_scenes_take_their_names_from_the_data(self, made: Callable[[str], Layout]) -> None:
+        assert made("cars").splits["train"].classes == (
             "AM General Hummer SUV 2000",
             "Ram C V Cargo Van Minivan 2012",
         )
-        scenes = get_task("sun397").read(sun397(tmp_path / "SUN397"), "train").classes
+        scenes = made("sun397").splits["train"].classes
         assert scenes == ("abbey", "outdoor apartment building", "coral reef underwater")
         assert scene_name("/b/balcony/exterior") == "exterior balcony"
 
@@ -281,9 +323,8 @@ class TestContent:
             assert len(set(task.classes)) == len(task.classes)
             assert all("{}" in prompt or "{text}" in prompt for prompt in task.prompts)
 
-    def test_validation_split_is_a_tenth(self, tmp_path: Path) -> None:
-        place = mnist(tmp_path / "mnist")
-        train, validation = (get_task("mnist").read(place, split) for split in ("train", "validation"))  # type: ignore[arg-type]
+    def test_validation_split_is_a_tenth(self, made: Callable[[str], Layout]) -> None:
+        train, validation, _ = made("mnist").splits.values()
         assert len(validation) == 10  # one of each class of four
         assert len(train) == 30
         assert VALIDATION_SHARE == 0.1
