@@ -105,12 +105,13 @@ def _check_marks(out: Path, marks: Sequence[str]) -> None:
             f"{out} is not overwritten: it is not empty, and not an output of this command (no {missing[0]} in it). "
             "Remove it by hand or choose another name."
         )
-    for mark in marks:
+    for record in (out / mark for mark in marks):
         try:
-            known = set(map(str, json.loads((out / mark).read_text(encoding="utf-8"))["files"]))
+            known = set(map(str, json.loads(record.read_text(encoding="utf-8"))["files"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue  # it has no list
-        found = (path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir())
+        folder = record.parent  # a recipe of several pairs has a record in each of their folders
+        found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
         if own := sorted(name for name in found if name not in known):
             raise CheckpointError(
                 f"{out} is not overwritten: {first_of(own, 3)} in it was not written by this command. Move it away or "
