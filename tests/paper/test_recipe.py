@@ -6,7 +6,8 @@ import csv
 import json
 import math
 import shutil
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,8 +17,8 @@ import pytest
 from paper import cells, figures, run
 from paper.__main__ import main
 from paper.recipe import FIGURES, RECIPES, Printed, Recipe, make_recipe, read_recipe, under_root
-from paper.run import Cells, cell_names, plan_lines, run_recipe, wanted_finetunes
-from paper.schema import KINDS
+from paper.run import Cells, cell_names, check_models, plan_lines, run_recipe, wanted_finetunes
+from paper.schema import KINDS, Comparison
 from paper.tables import Comparing, Row, compare_with_paper, markdown, orders, plot
 from paper.toy import shorten, write_toys
 from tuneport.data.tasks import TASKS
@@ -66,33 +67,89 @@ class TestBuiltIn:
         }
         assert wrong == known.get(name, set())
 
-    def test_small_variant_runs(self, name: str, root: Path, tmp_path: Path) -> None:
+    @pytest.mark.usefixtures("no_forward")
+    def test_small_variant_can_run(self, name: str, root: Path, tmp_path: Path) -> None:
+        """Its models can be paired for its methods, and what the paper printed can be shown next to numbers."""
         recipe = shorten(read_recipe(name, small=True, root=root))
-        notes: list[str] = []
-        out = run_recipe(recipe, tmp_path / "out", cache=tmp_path / "models", note=notes.append)
-        assert notes[0].startswith(recipe.title)
-        assert sorted(item.name for item in tmp_path.iterdir()) in (["out"], ["models", "out"])
-        text = (out / "table.md").read_text(encoding="utf-8")
-        assert text.startswith(f"# {recipe.title}\n")
-        record = json.loads((out / "results.json").read_text(encoding="utf-8"))
-        plots = sorted(out.glob("plot*.svg"))
-        assert plots
-        for picture in plots:
-            assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+        assert next(plan_lines(recipe, tmp_path)).startswith(recipe.title)
+        check_models(recipe)
         if recipe.kind in FIGURES:
-            with (out / "points.csv").open(newline="", encoding="utf-8") as file:
-                rows = list(csv.DictReader(file))
-            assert len(rows) == len(record["points"]) > 0
-            assert {row["task"] for row in rows} == set(recipe.comparison.data)
-        else:
-            assert {row["task"] for row in record["rows"]} == set(recipe.comparison.data)
-            assert {row["sampler"] for row in record["rows"] if row["budget"]} == set(recipe.comparison.samplers)
-            assert "## Comparison with the paper" in text
-            assert len(record["paper"]["rows"]) == len(recipe.printed)
+            return
+        rows = [
+            Row(task, entry.method, "-" if entry.budget == 0 else "1", entry.budget, 0, entry.mean)
+            for entry in recipe.printed
+            for task in recipe.comparison.data
+        ]
+        text = markdown(Comparing(recipe.comparison, tuple(rows), {}), recipe)
+        assert text.startswith(f"# {recipe.title}\n")
+        assert "## Comparison with the paper" in text
 
 
-def test_command_runs_on_toy_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+# The others differ from one of these in the names of models, in budgets and in seeds.
+RUN = (
+    "ablation",
+    "cost",
+    "cross-distribution-depth",
+    "few-shot",
+    "figure-cross-width",
+    "figure-drift",
+    "figure-output-similarity",
+    "identical",
+    "samplers",
+    *TEXT,
+)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_small_variant_runs(name: str, root: Path, tmp_path: Path) -> None:
+    recipe = shorten(read_recipe(name, small=True, root=root))
+    notes: list[str] = []
+    out = run_recipe(recipe, tmp_path / "out", cache=tmp_path / "models", note=notes.append)
+    assert notes[0].startswith(recipe.title)
+    assert sorted(item.name for item in tmp_path.iterdir()) in (["out"], ["models", "out"])
+    check_files(recipe, out)
+
+
+def check_files(recipe: Recipe, out: Path) -> None:
+    text = (out / "table.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {recipe.title}\n")
+    record = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    plots = sorted(out.glob("plot*.svg"))
+    assert plots
+    for picture in plots:
+        assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    if recipe.kind in FIGURES:
+        with (out / "points.csv").open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        assert len(rows) == len(record["points"]) > 0
+        assert {row["task"] for row in rows} == set(recipe.comparison.data)
+    else:
+        assert {row["task"] for row in record["rows"]} == set(recipe.comparison.data)
+        assert {row["sampler"] for row in record["rows"] if row["budget"]} == set(recipe.comparison.samplers)
+        assert "## Comparison with the paper" in text
+        assert len(record["paper"]["rows"]) == len(recipe.printed)
+
+
+def test_every_kind_of_recipe_is_run(root: Path) -> None:
+    """Each kind, method, protocol, sampler and rule, and each setting that any of the small variants gives."""
+
+    def used(recipes: Iterable[str]) -> set[tuple[str, str]]:
+        plain, found = Comparison(), set()
+        for recipe in (read_recipe(name, small=True, root=root) for name in recipes):
+            found.add(("kind", recipe.kind))
+            for part in recipe.comparisons.values():
+                found |= {(key, value) for key in ("methods", "samplers", "scales") for value in getattr(part, key)}
+                names = (item.name for item in fields(part))
+                found |= {("set", name) for name in names if getattr(part, name) != getattr(plain, name)}
+                found.add(("protocol", part.protocol))
+        return found
+
+    assert used(RUN) == used(RECIPES)
+
+
+def test_command_runs_on_toy_models(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["seeds", "--toy", "--out", str(tmp_path / "out"), "--device", "cpu"])
+    check_files(shorten(read_recipe("seeds", small=True, root=root)), tmp_path / "out")
     assert "bico" in (tmp_path / "out" / "table.md").read_text(encoding="utf-8")
     assert "table.csv" in capsys.readouterr().out
 
