@@ -33,7 +33,7 @@ def run(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str)
         ("upgrade_text_classifier.py", ("--steps", "40", "--samples", "120", "--routes", "port"), "'label': "),
         (
             "upgrade_lora.py",
-            ("--steps", "40", "--samples", "30", "--routes", "port,distill"),
+            ("--steps", "20", "--samples", "16", "--routes", "port,distill"),
             "$ tuneport evaluate upgraded --ask ",
         ),
     ],
@@ -49,6 +49,7 @@ def test_a_script_goes_from_inputs_to_an_answer(
     if script == "upgrade_lora.py":
         pytest.importorskip("peft")
     monkeypatch.setattr("tuneport.training.division.STEPS", 8)
+    monkeypatch.setattr("tuneport.training.division.EPOCHS", 1)
     run(script, tmp_path, monkeypatch, *words)
     shown = capsys.readouterr().out
     assert "Upgrade(" in shown
