@@ -205,25 +205,49 @@ def assert_same_output(one: Path, other: Path) -> None:
     assert record_of(one) == record_of(other)
 
 
+@pytest.fixture(scope="module")
+def job(zoo: Zoo) -> Case:
+    return job_of(zoo)
+
+
+@pytest.fixture(scope="module")
+def again(zoo: Zoo) -> Case:
+    """The same job, as another process would prepare it."""
+    return job_of(zoo)
+
+
+@pytest.fixture(scope="module")
+def other(zoo: Zoo) -> Case:
+    """A job with other samples."""
+    return job_of(zoo, seed=1)
+
+
+@pytest.fixture(scope="module")
+def methods_jobs(zoo: Zoo) -> list[Case]:
+    """A job for any method, prepared twice: two models of one architecture."""
+    base, signals = zoo["clip_vision-base"], frozenset().union(*(method.signals for method in METHODS.values()))
+    given: dict[str, Any] = {"signals": signals, "samples": SAMPLES, "batch_size": BATCH}
+    return [prepare(base, zoo["clip_vision-tuned"], base, zoo.data, **given) for _ in range(2)]
+
+
 @pytest.fixture(scope="module", params=[1.0, "auto"])
-def whole(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
-    """A job, a scale, and the output of a run that was not interrupted."""
-    job, out = job_of(zoo, signals=METHODS["bico"].signals), tmp_path_factory.mktemp("whole") / "out"
+def whole(job: Case, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+    """A scale, and the output of a run that was not interrupted."""
+    out = tmp_path_factory.mktemp("whole") / "out"
     port(job, out, scale=request.param)
-    return job, request.param, out
+    return request.param, out
 
 
 class TestPort:
     @pytest.mark.parametrize("after", [1, 3, 5, 6])
-    def test_an_interrupted_run_continues(self, zoo: Zoo, tmp_path: Path, whole: Any, after: int) -> None:
-        (job, scale, wanted), out = whole, tmp_path / "out"
+    def test_an_interrupted_run_continues(self, job: Case, again: Case, tmp_path: Path, whole: Any, after: int) -> None:
+        (scale, wanted), out = whole, tmp_path / "out"
         with pytest.raises(Killed):
             port(job, out, scale=scale, save_every=0, progress=stop_at(ASKED + after))
         assert names(tmp_path) == ([".out.tuneport-work"] if after > 1 else [])
-        job = job_of(zoo, signals=METHODS["bico"].signals)  # as another process would prepare it
         notes: list[str] = []
         done: list[int] = []
-        port(job, out, scale=scale, resume=True, progress=done.append, note=notes.append)
+        port(again, out, scale=scale, resume=True, progress=done.append, note=notes.append)
         assert notes[0] == (
             "continuing what an earlier run has saved" if after > 1 else "nothing to resume: starting over"
         )
@@ -235,10 +259,10 @@ class TestPort:
         assert_same_output(out, wanted)
 
     def test_other_groups_of_layers_are_measured_again(
-        self, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, job: Case, again: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        pairs = job_of(zoo).plan.pairs
-        port(job_of(zoo), tmp_path / "whole", scale=1)
+        pairs = job.plan.pairs
+        port(job, tmp_path / "whole", scale=1)
 
         def divide(cut: int) -> None:
             passes = Passes((pairs[:cut], pairs[cut:]), 0, (0, 0))
@@ -247,33 +271,30 @@ class TestPort:
         out = tmp_path / "out"
         divide(5)
         with pytest.raises(Killed):
-            port(job_of(zoo), out, scale=1, save_every=0, progress=stop_at(ASKED + 8))
+            port(job, out, scale=1, save_every=0, progress=stop_at(ASKED + 8))
         divide(3)
-        port(job_of(zoo), out, scale=1, resume=True)
+        port(again, out, scale=1, resume=True)
         assert (out / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
 
     @pytest.mark.parametrize("method", sorted(METHODS))
-    def test_every_method(self, zoo: Zoo, tmp_path: Path, method: str) -> None:
+    def test_every_method(self, methods_jobs: list[Case], tmp_path: Path, method: str) -> None:
         if not METHODS[method].signals:
             pytest.skip("measures nothing")
-        base, tuned = zoo["clip_vision-base"], zoo["clip_vision-tuned"]
-
-        def job() -> Case:
-            return prepare(base, tuned, base, zoo.data, signals=method, samples=SAMPLES, batch_size=BATCH)
-
-        first = job()
+        first, second = methods_jobs
         port(first, tmp_path / "whole", scale=1, method=method)
         with pytest.raises(Killed):
             port(first, tmp_path / "out", scale=1, method=method, save_every=0, progress=stop_at(ASKED + 3))
-        port(job(), tmp_path / "out", scale=1, method=method, resume=True)  # as another process would prepare it
+        port(second, tmp_path / "out", scale=1, method=method, resume=True)
         assert_same_output(tmp_path / "out", tmp_path / "whole")
 
-    def test_other_options_are_refused_and_a_new_start_gives_a_note(self, zoo: Zoo, tmp_path: Path) -> None:
+    def test_other_options_are_refused_and_a_new_start_gives_a_note(
+        self, job: Case, again: Case, other: Case, tmp_path: Path
+    ) -> None:
         notes: list[str] = []
         out = tmp_path / "out"
         with pytest.raises(KeyboardInterrupt):
             port(
-                job_of(zoo),
+                job,
                 out,
                 scale=1,
                 save_every=0,
@@ -282,30 +303,30 @@ class TestPort:
             )
         assert notes[1:] == ["what was measured is kept; the same call with `resume=True` continues from it"]
         with pytest.raises(CheckpointError, match=r"cannot be resumed: options.seed was 0 and is 1, data.indices was "):
-            port(job_of(zoo, seed=1), out, scale=1, resume=True)
+            port(other, out, scale=1, resume=True)
         with pytest.raises(CheckpointError, match=r"cannot be resumed: scale was 1.0 and is 0.5\."):
-            port(job_of(zoo), out, scale=0.5, resume=True)
+            port(again, out, scale=0.5, resume=True)
         assert names(tmp_path) == [".out.tuneport-work"]
         notes.clear()
-        port(job_of(zoo), out, scale=1, note=notes.append)
+        port(again, out, scale=1, note=notes.append)
         assert len(notes) == 2
         assert "is dropped; `resume=True` continues from it" in notes[0]
         assert names(tmp_path) == ["out"]
 
     @pytest.mark.parametrize(("kind", "given"), [("model", {}), ("adapter", {"rank": 2}), ("task-vector", {})])
     def test_a_complete_output_is_not_computed_again(
-        self, zoo: Zoo, tmp_path: Path, kind: str, given: dict[str, Any]
+        self, job: Case, again: Case, other: Case, tmp_path: Path, kind: str, given: dict[str, Any]
     ) -> None:
         out = tmp_path / ("tau.safetensors" if kind == "task-vector" else "out")
-        first = port(job_of(zoo), out, scale=1, as_=kind, **given)
+        first = port(job, out, scale=1, as_=kind, **given)
         notes: list[str] = []
         with count_forwards() as ran:
-            again = port(job_of(zoo), out, scale=1, as_=kind, resume=True, note=notes.append, **given)
+            second = port(again, out, scale=1, as_=kind, resume=True, note=notes.append, **given)
         assert ran == []
-        assert json.dumps(again) == json.dumps(first)
+        assert json.dumps(second) == json.dumps(first)
         assert notes == [f"{out} was complete already"]
         with pytest.raises(CheckpointError, match="exists already"):
-            port(job_of(zoo, seed=1), out, scale=1, as_=kind, resume=True, **given)
+            port(other, out, scale=1, as_=kind, resume=True, **given)
 
 
 def command(zoo: Zoo, out: Path, *more: str) -> list[str]:
