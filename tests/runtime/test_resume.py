@@ -226,7 +226,7 @@ def other(zoo: Zoo) -> Case:
 def methods_jobs(zoo: Zoo) -> list[Case]:
     """A job for any method, prepared twice: two models of one architecture."""
     base, signals = zoo["clip_vision-base"], frozenset().union(*(method.signals for method in METHODS.values()))
-    given: dict[str, Any] = {"signals": signals, "samples": SAMPLES, "batch_size": BATCH}
+    given: dict[str, Any] = {"signals": signals, "samples": SAMPLES // 2, "batch_size": BATCH}
     return [prepare(base, zoo["clip_vision-tuned"], base, zoo.data, **given) for _ in range(2)]
 
 
