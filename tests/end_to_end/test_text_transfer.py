@@ -357,7 +357,7 @@ def test_the_t5_recipe_runs_where_its_models_and_data_are(paper: dict[str, Path]
             rows = [
                 {key: " ".join(random.choice(words, 4).tolist()) for key in (first, second)}
                 | {"label": index % classes}
-                for index in range(24)
+                for index in range(15)
             ]
             write_rows(tmp_path / "data" / task / f"{split}.jsonl", rows)
     recipe = Path(bench.__file__).parent / "recipes" / "t5-linear-probe.toml"
