@@ -442,6 +442,7 @@ class TestRunning:
             finetune={"steps": 2},
             methods=["naive"],
             scales=["1"],
+            seeds=[0],
         )
         run_recipe(recipe, tmp_path / "one", cache=tmp_path / "models")
         assert len(list((tmp_path / "models").iterdir())) == 4
@@ -481,7 +482,7 @@ class TestRunning:
 
     def test_several_pairs_have_a_folder_each(self, root: Path, tmp_path: Path) -> None:
         pairs = [{"name": "same", "target": "zoo/a2"}, {"name": "wider", "target": "zoo/b"}]
-        recipe = self.recipe(root, pairs=pairs, methods=["naive"], scales=["1"])
+        recipe = self.recipe(root, tasks=["mnist"], seeds=[0], pairs=pairs, methods=["naive"], scales=["1"])
         out = run_recipe(recipe, tmp_path / "out")
         assert sorted(path.name for path in out.iterdir()) == ["same", "wider"]
         assert (out / "wider" / "table.md").is_file()
@@ -498,7 +499,8 @@ class TestRunning:
         looked: list[int] = []
         plain = cells.compute_features
         monkeypatch.setattr(cells, "compute_features", lambda *given: looked.append(1) or plain(*given))
-        recipe = self.recipe(root, tasks=["mnist"], samplers=["centroid_near", "centroid_far"], methods=["bico"])
+        samplers = ["centroid_near", "centroid_far"]
+        recipe = self.recipe(root, tasks=["mnist"], samplers=samplers, methods=["bico"], scales=["1"])
         drawn = []
         measured = cells.measure
         monkeypatch.setattr(
