@@ -25,8 +25,18 @@ from .io.places import ACCEPTED, CONFIG, looks_like_hub_id, nearest_path, why_no
 from .types import FILE_FORMATS, Split
 
 # The names that heavy modules register.
-BILINEAR = ("bico", "bico+", "theseus", "input_only", "output_only", "gradient_only", "naive")
-METHODS = (*BILINEAR, "cross-lora", "transfusion", "gradfix", "gradfix_mean")
+METHODS = (
+    "bico",
+    "bico+",
+    "theseus",
+    "input_only",
+    "output_only",
+    "gradient_only",
+    "naive",
+    "cross-lora",
+    "transfusion",
+)
+METHODS += ("gradfix", "gradfix_mean")
 WITHOUT_DATA = ("naive", "cross-lora", "transfusion")
 SAMPLERS = ("random", "class_balanced")
 LOSSES = ("classification", "contrastive", "causal", "seq2seq")
