@@ -35,8 +35,9 @@ METHODS = (
     "naive",
     "cross-lora",
     "transfusion",
+    "gradfix",
+    "gradfix_mean",
 )
-METHODS += ("gradfix", "gradfix_mean")
 WITHOUT_DATA = ("naive", "cross-lora", "transfusion")
 SAMPLERS = ("random", "class_balanced")
 LOSSES = ("classification", "contrastive", "causal", "seq2seq")
