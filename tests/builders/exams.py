@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tuneport.training import distill, neutral
+from tuneport.training import distill, exam, neutral
 
 
 def shorten_exams(put: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -15,5 +15,5 @@ def shorten_exams(put: Callable[[Any, str, Any], None] = setattr) -> None:
     put(neutral, "WRITTEN", 2)
     put(neutral, "TOKENS", 8)
     put(distill, "MARKS", 4)
-    put(distill, "GROUPS", 3)
-    put(distill, "VIEWS", 1)
+    put(exam, "GROUPS", 3)
+    put(exam, "VIEWS", 1)

@@ -16,7 +16,7 @@ from tuneport.cli.terminal import Bar
 from tuneport.data.formats import read_plain
 from tuneport.methods import METHODS
 from tuneport.pipeline.run import write_run
-from tuneport.training.distill import Mark
+from tuneport.training.exam import Mark
 
 
 class Clock:

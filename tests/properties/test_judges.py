@@ -27,7 +27,7 @@ from tuneport.data.formats import read_plain
 from tuneport.measure.samples import DatasetSamples, first_half
 from tuneport.pipeline import scale as scales
 from tuneport.pipeline.transfer import Result
-from tuneport.training.distill import Mark
+from tuneport.training.exam import Mark
 
 COUNT = 8
 HELD_OUT = 4  # of a distillation: the last of the draw

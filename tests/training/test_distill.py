@@ -39,8 +39,8 @@ from tuneport.pipeline.transfer import Result
 from tuneport.report.summary import distilled_words
 from tuneport.task_vectors.low_rank import LowRank, truncate
 from tuneport.task_vectors.vector import TaskVector, save_task_vector
-from tuneport.training import distill, division
-from tuneport.training.distill import Mark
+from tuneport.training import distill, division, exam
+from tuneport.training.exam import Mark
 from tuneport.training.loop import Pace, Schedule, run_steps
 from tuneport.training.matching import Matching, matching_of
 from tuneport.training.student import student_of
@@ -61,8 +61,8 @@ def whole(ported: Result, request: pytest.FixtureRequest) -> tuple[int | None, R
 @pytest.fixture
 def long_exams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Held-out samples are judged as a user's are: one by one if they are ten, and in four views."""
-    monkeypatch.setattr(distill, "GROUPS", 10)
-    monkeypatch.setattr(distill, "VIEWS", 4)
+    monkeypatch.setattr(exam, "GROUPS", 10)
+    monkeypatch.setattr(exam, "VIEWS", 4)
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ def test_what_is_written_is_the_best_state(ported: Result, tmp_path: Path) -> No
 
 def test_a_fitted_head_is_where_the_student_begins(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ported = transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=30)
-    monkeypatch.setattr(distill, "last_is_best", lambda *_: True)
+    monkeypatch.setattr(exam, "last_is_best", lambda *_: True)
     found = ported.distill(12, learning_rate=1e-3)
     assert found.record["distilled"]["matching"] == "classes"
     assert found.record["distilled"]["best"] > 0

@@ -24,8 +24,9 @@ from tuneport.models.open import open_model
 from tuneport.pipeline.lessons import samples_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training.augment import Reader, _encode
-from tuneport.training.distill import Mark, distill, last_is_best
+from tuneport.training.distill import distill
 from tuneport.training.division import OWN, OWN_OF_WRITTEN, Extra, divide
+from tuneport.training.exam import Mark, last_is_best
 from tuneport.training.loop import Schedule
 from tuneport.training.matching import matching_of, unlabelled
 from tuneport.training.student import student_of
@@ -128,7 +129,7 @@ class TestExtra:
         """If the state has improved; a sample that judges changes what is written then, and else does not."""
 
         def trained(better: bool, place: int | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
-            monkeypatch.setattr("tuneport.training.distill.last_is_best", lambda curve, *_: better or len(curve) == 1)
+            monkeypatch.setattr("tuneport.training.exam.last_is_best", lambda curve, *_: better or len(curve) == 1)
             inputs = list(PROMPTS[:10])
             if place is not None:
                 inputs[place] = PROMPTS[40]

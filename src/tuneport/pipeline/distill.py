@@ -194,7 +194,8 @@ def taught(
     """Teach a target as it is, and describe it in a record."""
     target = samples.models.target
     start = TaskVector({})
-    vector, entry = teach(samples, target, change, start, config, extra=lessons.extra, events=events, saved=saved)
+    found = teach(samples, target, change, start, config, extra=lessons.extra, events=events, saved=saved)
+    vector, entry = found.change, found.entry
     record = {
         **about,
         "method": "distill",

@@ -34,7 +34,7 @@ from ..runtime.resume import Work, fingerprint
 from ..task_vectors.low_rank import norm_of
 from ..task_vectors.vector import TaskVector, account
 from ..training.distill import teach
-from ..training.division import Extra, hold_out
+from ..training.division import Extra
 from ..types import Events, ScaleRule, Sides, Signal
 from .comparison import summarize
 from .inputs import check_inputs, conditions_of, count_forward_passes, describe_inputs, open_models, read_change
@@ -158,15 +158,18 @@ class Result:
         """
         if self.setup is None:
             raise TuneportError("this result does not know the models and samples that it was made from.")
-        change, target = self.setup.change, self.target
+        change = self.setup.change
         samples = self.setup.calibration.samples if samples is None else samples
-        if change.fits_head and isinstance(samples, DatasetSamples):  # held-out samples must not have fitted it
-            target = target.with_head(fit_head(target, self.apply(), hold_out(samples)[1]))
+
+        def headed(taught: DatasetSamples) -> Model:
+            return self.target.with_head(fit_head(self.target, self.apply(), taught))
+
         config = DistillConfig.of(
             steps=steps, learning_rate=learning_rate, lora=lora, seed=self.config.seed, batch_size=batch_size
         )
         start = self.task_vector * self.scale
-        vector, entry = teach(samples, target, change.vector, start, config, extra=extra, events=events, saved=saved)
+        more: Any = {"headed": headed if change.fits_head else None, "extra": extra, "events": events, "saved": saved}
+        vector, entry, target = teach(samples, self.target, change.vector, start, config, **more)
         record = {**self.record, "distilled": {"teacher": self.record["finetuned"]["name"], **entry}}
         if lora is None and entry["best"] == 0:
             return replace(self, record=record)

@@ -1,7 +1,8 @@
 """What is held out to judge a student, what it is taught, and in how many steps.
 
-If own samples are few, the held-out ones only decide: the student is then taught again on all of them. Other samples,
-of anything, can be taught beside the own ones.
+Few own samples are cross-fitted: each half judges a student that the other half has taught, and both together decide
+whether, and for how many steps, a last student is taught on all of them. Other samples, of anything, can be taught
+beside the own ones.
 """
 
 from __future__ import annotations
@@ -46,43 +47,59 @@ class Extra:
     views_of: NDArray[np.int64] | None = None
 
 
-class Division(NamedTuple):
-    """The samples that are held out, those that are taught, and the latter with all own ones where these are few."""
+class Fold(NamedTuple):
+    """Samples that judge a student, and those that it is taught before."""
 
     held_out: DatasetSamples
     taught: DatasetSamples
+
+
+class Division(NamedTuple):
+    """One fold; if own samples are few two, in each of which one half of them judges what the other half has taught.
+
+    All own samples and the others are then taught in the end; None where the student of the one fold is the last.
+    """
+
+    folds: tuple[Fold, ...]
     all_own: DatasetSamples | None
 
 
 def divide(samples: DatasetSamples, own: int, extra: Extra | None) -> Division:
-    """Divide the samples; the first ones are the `own` ones.
+    """Divide the samples; those of the first `own` places of the data set are the own ones.
 
     Beside extra ones, own samples are repeated until they are a fixed share of what is taught. Of few own samples none
     is held out if extra ones are like them.
     """
-    if extra is None:
-        held_out, taught = hold_out(samples)
-        return Division(held_out, taught, samples if len(samples) < FEW else None)
-    kept, more = (samples.take(np.flatnonzero(part)) for part in (samples.indices < own, samples.indices >= own))
-    few = len(kept) < FEW
-    if extra.like_own and few:
+    mine, more = (samples.take(np.flatnonzero(part)) for part in (samples.indices < own, samples.indices >= own))
+    like_own, few = extra is not None and extra.like_own, len(mine) < FEW
+    parts = OWN_OF_WRITTEN if like_own else OWN
+    if like_own and few:
         held_out, more = hold_out(more)
-        return Division(held_out, _beside(kept, more, OWN_OF_WRITTEN), None)
-    parts = OWN_OF_WRITTEN if extra.like_own else OWN
-    held_out, taught = hold_out(kept)
-    rest = more
-    if extra.views_of is not None:
-        rest = more.take(np.flatnonzero(~np.isin(extra.views_of[more.indices - own], held_out.indices)))
-    return Division(held_out, _beside(taught, rest, parts), _beside(kept, more, parts) if few else None)
+        return Division((Fold(held_out, _beside(mine, more, parts)),), None)
+
+    def fold(held_out: DatasetSamples, taught: DatasetSamples) -> Fold:
+        rest = more
+        if extra is not None and extra.views_of is not None:
+            rest = more.take(np.flatnonzero(~np.isin(extra.views_of[more.indices - own], held_out.indices)))
+        return Fold(held_out, _beside(taught, rest, parts))
+
+    if not few:
+        return Division((fold(*hold_out(mine)),), None)
+    last, first = _ends(mine, len(mine) // 2)
+    return Division((fold(last, first), fold(first, last)), _beside(mine, more, parts))
 
 
 def hold_out(samples: DatasetSamples) -> tuple[DatasetSamples, DatasetSamples]:
     """The samples that are held out, and those that the student learns from."""
+    return _ends(samples, min(max(round(HELD_OUT * len(samples)), FEWEST_HELD_OUT), len(samples) // 2, MOST_HELD_OUT))
+
+
+def _ends(samples: DatasetSamples, count: int) -> tuple[DatasetSamples, DatasetSamples]:
+    """The last samples, so many of them, and those before."""
     if len(samples) < FEWEST:
         raise DataError(
             f"a distillation needs at least {FEWEST} samples, of which some are held out; got {len(samples)}."
         )
-    count = min(max(round(HELD_OUT * len(samples)), FEWEST_HELD_OUT), len(samples) // 2, MOST_HELD_OUT)
     return samples.take(slice(len(samples) - count, None)), samples.take(slice(len(samples) - count))
 
 
