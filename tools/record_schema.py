@@ -238,13 +238,16 @@ class DistilledEntry(TypedDict):
     extra: Annotated[int, Keywords(minimum=0, description="Samples beside the own ones.")]
     views: Annotated[int, Keywords(minimum=0, description="Views of own prompts, with words left out.")]
     held_out: Count
+    folds: Annotated[int, Keywords(minimum=1, description="Two: each half judged what the other half had taught.")]
     left_out: Annotated[int, Keywords(minimum=0, description="Samples with nothing to compare.")]
     steps: Count
     batch_size: Count
     learning_rate: float
     lora: int | None
     best: Annotated[int, Keywords(minimum=0, description="The step whose state is best; 0 is the start.")]
-    again: Annotated[int, Keywords(minimum=0, description="Steps on all own samples after that; the last is kept.")]
+    again: Annotated[
+        int, Keywords(minimum=0, description="Steps on all own samples after two folds; the last is kept.")
+    ]
     neutral: Annotated[float | None, Keywords(description="The target's loss on neutral passages.")]
     curve: list[MarkEntry]
     seconds: Seconds

@@ -36,7 +36,8 @@ class TestTransfer:
         assert (entry["teacher"], entry["steps"], entry["samples"]) == ("clip_vision-tuned", 4, 16)
         card, page = ((place / "out" / name).read_text() for name in ("README.md", "report.html"))
         assert "4 steps of all linear layers on 16 unlabelled samples" in card
-        assert "; then taught again with the held-out ones, for 4 steps" in card
+        assert (entry["held_out"], entry["folds"], entry["again"]) == (16, 2, 4)
+        assert "; each half judged what the other half taught, and both then taught it, for 4 steps" in card
         assert "without training" not in card
         seconds = rf"{done.json['seconds']:.1f} s to port, {entry['seconds']:.1f} s to distill"
         assert f"| time | {seconds} |" in card, "the time of both"
@@ -64,8 +65,8 @@ def test_a_killed_run_is_resumed(
     assert run(*words[:-1], place / "whole").code == 0
     save = _Run.save
 
-    def interrupted(self: Any, step: int, saved: Any) -> None:
-        save(self, step, saved)
+    def interrupted(self: Any, step: int, *more: Any) -> None:
+        save(self, step, *more)
         if step == 2:
             raise KeyboardInterrupt
 

@@ -69,8 +69,8 @@ def test_answers_of_the_data_are_taught_beside_those_of_the_teacher(run: Run, an
     words = lesson(animals, place / "out", "--steps", 1, "--json", data=data)
     alone = run(*words).json["distilled"]
     both = run(*words, "--labels", "data", "--overwrite").json["distilled"]
-    assert (alone["samples"], alone["held_out"], alone["again"]) == (20, 10, 1)
-    assert (both["samples"], both["held_out"], both["again"]) == (40, 10, 1)
+    assert (alone["samples"], alone["held_out"], alone["again"]) == (20, 20, 1)
+    assert (both["samples"], both["held_out"], both["again"]) == (40, 40, 1)
     bare = run(*lesson(animals, place / "other", "--labels", "data"))
     assert_refused(bare, 1, "has no written answers")
 
@@ -150,7 +150,7 @@ class TestExtra:
         done = run(*words, "--json")
         assert done.code == 0, done.err
         entry = done.json["distilled"]
-        assert (entry["samples"], entry["held_out"], entry["extra"]) == (10, 5, 50)
+        assert (entry["samples"], entry["held_out"], entry["extra"]) == (10, 10, 50)
         assert done.json["extra"]["name"] == "extra"
         assert writes(place / "out", PROMPTS[-1]) == [(ANSWERS[-1], True)]
 
@@ -164,7 +164,7 @@ class TestExtra:
         done = run(*words, "--extra", place / "other.npz")
         assert done.code == 0, done.err
         entry = done.json["distilled"]
-        assert (entry["samples"], entry["held_out"], entry["extra"], entry["steps"]) == (16, 8, 30, 2)
+        assert (entry["samples"], entry["held_out"], entry["extra"], entry["steps"]) == (16, 16, 30, 2)
         words = [word for word in words if word not in ("--steps", 2)]
         monkeypatch.setattr("tuneport.training.division.EPOCHS", 0)
         done = run(*words, "--overwrite", "--extra", place / "other.npz")

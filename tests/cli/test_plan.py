@@ -36,7 +36,9 @@ class TestPlan:
         assert found["port"]["samples"] == min(taught, 200)
         assert found["distill"]["steps"] == 300
         shown = " ".join(run("plan", *options(zoo)).out.split())
-        assert f"distill on {taught} samples in 300 steps" in shown
+        assert taught < 50
+        assert found["distill"]["students"] == 3
+        assert f"distill on {taught} samples in 300 steps, for up to 3 students" in shown
 
     def test_names_of_fused_layers_are_shown_whole(self, run: Run, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("tuneport.cli.terminal.out_console", Console(width=300))

@@ -30,7 +30,7 @@ from tuneport.pipeline.transfer import Result
 from tuneport.training.exam import Mark
 
 COUNT = 8
-HELD_OUT = 4  # of a distillation: the last of the draw
+HELD_OUT = 4  # of the first student of a distillation: the last of the draw; the others are of the second
 OPTIONS: dict[str, Any] = {"samples": COUNT, "scale": 1.0, "accept_unlikely": True}
 quick = settings(
     max_examples=10,
@@ -157,7 +157,7 @@ def ported(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 
 def taught(ported: Result, pixels: Any) -> list[Mark]:
-    """The curve of a distillation."""
+    """The curves of both students of a distillation, one after the other."""
     assert ported.setup is not None
     marks: list[Mark] = []
     samples = replace(ported.setup.calibration.samples, dataset=dataset(pixels))
@@ -177,12 +177,13 @@ def test_held_out_samples_teach_nothing(ported: Result, curve: list[Mark], drawn
     samples = ported.setup.calibration.samples
     assert isinstance(samples, DatasetSamples)
     found = taught(ported, repainted(int(samples.indices[drawn]), seed))
-    losses, wanted = ([mark.loss for mark in marks] for marks in (found, curve))
-    starts = found[0].held_out_loss, curve[0].held_out_loss
-    assert len(losses) == 4
-    if drawn >= COUNT - HELD_OUT:
-        assert losses == wanted
-        assert starts[0] != starts[1]
-    else:
-        assert losses != wanted
-        assert starts[0] == starts[1]
+    assert len(found) == len(curve) == 8
+    for student, marks in enumerate((slice(4), slice(4, None))):
+        losses, wanted = ([mark.loss for mark in each[marks]] for each in (found, curve))
+        starts = found[marks][0].held_out_loss, curve[marks][0].held_out_loss
+        if (drawn >= COUNT - HELD_OUT) == (student == 0):
+            assert losses == wanted
+            assert starts[0] != starts[1]
+        else:
+            assert losses != wanted
+            assert starts[0] == starts[1]

@@ -33,6 +33,7 @@ from tuneport.models.open import open_model
 from tuneport.models.tokenizer import Encoded
 from tuneport.pipeline import distill as alone
 from tuneport.pipeline import lessons
+from tuneport.pipeline import transfer as pipeline
 from tuneport.pipeline.arithmetic import extract
 from tuneport.pipeline.samples import SCORED
 from tuneport.pipeline.transfer import Result
@@ -84,14 +85,10 @@ def test_the_student_comes_nearer_to_its_teacher(ported: Result) -> None:
     steps: list[int] = []
     found = ported.distill(12, events=Listener(progress=steps.append, mark=seen.append))
     entry = found.record["distilled"]
-    assert (entry["matching"], entry["samples"], entry["held_out"], sum(steps)) == (
-        "classes",
-        30,
-        10,
-        12 + entry["again"],
-    )
+    assert (entry["matching"], entry["samples"], entry["held_out"], entry["folds"]) == ("classes", 30, 30, 2)
+    assert sum(steps) == 2 * 12 + entry["again"]
     assert entry["again"] == entry["best"] > 0
-    assert [mark.step for mark in seen] == [mark["step"] for mark in entry["curve"]]
+    assert [mark.step for mark in seen] == 2 * [mark["step"] for mark in entry["curve"]]
     best = next(mark for mark in entry["curve"] if mark["step"] == entry["best"])
     assert best["held_out_loss"] == min(mark["held_out_loss"] for mark in entry["curve"])
     # the teacher differs from the target by noise that 20 images show well: half the distance is a loose bound
@@ -169,6 +166,59 @@ def test_a_fitted_head_is_where_the_student_begins(zoo: Zoo, tmp_path: Path, mon
     assert torch.allclose(one, two, atol=1e-5)
 
 
+class TestFittedHeads:
+    """Of few samples each half judges students whose head the other half has fitted; all fit the head that is kept."""
+
+    @pytest.fixture(scope="class")
+    def classified(self, zoo: Zoo) -> Result:
+        return transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=20)
+
+    def test_no_sample_judges_a_head_that_it_has_fitted(
+        self, classified: Result, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fitted: list[set[int]] = []
+        judged: list[set[int]] = []
+        fit, judge = pipeline.fit_head, exam.Exam.judge
+        assert classified.setup is not None
+        drawn = classified.setup.calibration.samples
+        assert isinstance(drawn, DatasetSamples)
+
+        def watched_fit(target: Any, module: Any, samples: DatasetSamples) -> Any:
+            fitted.append({int(np.flatnonzero(drawn.indices == index)[0]) for index in samples.indices})
+            return fit(target, module, samples)
+
+        def watched_exam(self: exam.Exam, student: nn.Module) -> Any:
+            judged.append(set(self.samples.indices.tolist()))
+            return judge(self, student)
+
+        monkeypatch.setattr(pipeline, "fit_head", watched_fit)
+        monkeypatch.setattr(exam.Exam, "judge", watched_exam)
+        classified.distill(1)
+        halves = [set(range(10)), set(range(10, 20))]
+        assert fitted == [*halves, halves[0] | halves[1]]
+        assert [judged[0], judged[-1]] == halves[::-1]
+
+    @pytest.mark.parametrize("after", [3, 6])
+    def test_a_killed_run_continues_with_the_same_bits(self, classified: Result, tmp_path: Path, after: int) -> None:
+        steps = 0
+
+        def kill(count: int) -> None:
+            nonlocal steps
+            steps += count
+            if steps > after:
+                raise KeyboardInterrupt
+
+        wanted, saved = (
+            classified.distill(4, learning_rate=1e-3),
+            StateFile(tmp_path / "state.safetensors", "these", 0.0),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            classified.distill(4, learning_rate=1e-3, events=Listener(progress=kill), saved=saved)
+        found = classified.distill(4, learning_rate=1e-3, saved=saved)
+        assert same(found, wanted)
+        assert curve(found) == curve(wanted)
+
+
 class TestStudent:
     @pytest.fixture
     def samples(self, tmp_path: Path) -> DatasetSamples:
@@ -208,8 +258,8 @@ class TestStudent:
         module = ported.setup.models.source.module
         with module.register_forward_pre_hook(lambda *call: seen.append(call[-1]["pixel_values"]), with_kwargs=True):
             ported.distill(1)
-        views = torch.cat(seen[:5])  # of ten held-out images: as they are, and four views
-        assert len(views) == 50
+        views = torch.cat(seen[:5])  # of 14 held-out images: as they are, and four views
+        assert len(views) == 70
         assert not any(torch.equal(one, two) for one, two in combinations(views, 2))
 
 
@@ -247,7 +297,7 @@ class TestEverySampleCounts:
             return json.loads((tmp_path / name / "tuneport.json").read_text())["distilled"]
 
         found = taught("out", texts)
-        assert (found["samples"], found["held_out"], found["left_out"], found["again"]) == (12, 6, 4, 3)
+        assert (found["samples"], found["held_out"], found["left_out"], found["again"]) == (12, 12, 4, 3)
         assert all(np.isfinite(mark["held_out_loss"]) and np.isfinite(mark["agreement"]) for mark in found["curve"])
         assert "; 4 samples had nothing to compare" in distilled_words(found)
         with pytest.raises(DataError, match="can be compared on 4 of 8 samples, and a distillation needs at least 8"):
@@ -298,7 +348,7 @@ class TestResume:
     def conditions(self, path: Path, every: float = 0.0) -> StateFile:
         return StateFile(path / "state.safetensors", "these", every)
 
-    @pytest.mark.parametrize("after", [1, 4, 7])
+    @pytest.mark.parametrize("after", [1, 4, 7, 8, 13])
     def test_a_killed_run_continues_with_the_same_bits(
         self, ported: Result, whole: tuple[int | None, Result], tmp_path: Path, after: int
     ) -> None:
@@ -315,12 +365,13 @@ class TestResume:
         done: list[int] = []
         events = Listener(progress=done.append)
         found = ported.distill(8, lora=lora, events=events, saved=self.conditions(tmp_path))
-        assert done[0] == after
-        assert sum(done) == 8 + found.record["distilled"]["again"]
+        students, part = divmod(after, 8)
+        assert done[: students + 1] == [8] * students + [part] or done[:2] == [8, 0], "what was saved is not done again"
+        assert sum(done) == 2 * 8 + found.record["distilled"]["again"]
         assert same(found, wanted)
         assert curve(found) == curve(wanted)
 
-    def test_a_run_that_is_killed_while_it_teaches_again(
+    def test_a_run_that_is_killed_while_it_teaches_all_own_samples(
         self, ported: Result, whole: tuple[int | None, Result], tmp_path: Path
     ) -> None:
         (lora, wanted), steps = whole, 0
@@ -329,12 +380,15 @@ class TestResume:
         def kill(count: int) -> None:
             nonlocal steps
             steps += count
-            if steps > 9:
+            if steps > 17:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
             ported.distill(8, lora=lora, events=Listener(progress=kill), saved=self.conditions(tmp_path))
-        found = ported.distill(8, lora=lora, saved=self.conditions(tmp_path))
+        done: list[int] = []
+        events = Listener(progress=done.append)
+        found = ported.distill(8, lora=lora, events=events, saved=self.conditions(tmp_path))
+        assert done == [8, 8, 1] + [1] * (found.record["distilled"]["again"] - 1)
         assert same(found, wanted)
         assert curve(found) == curve(wanted)
 
@@ -527,9 +581,9 @@ def test_a_batch_is_the_size_that_is_given_and_held_out_samples_are_answered_onc
     with watched:
         found = ported.distill(4, batch_size=5).record["distilled"]
     assert len(found["curve"]) == 5
-    # ten images as they are and in four views, then the steps, again on all images
+    # of each half 14 or 16 images as they are and in four views, then what the other half teaches; then all teach
     assert found["again"] == 4
-    assert asked == [10] * 5 + [5] * 8
+    assert asked == [14] * 5 + [5] * 4 + [16] * 5 + [5] * 4 + [5] * 4
     assert found["batch_size"] == 5
 
 

@@ -93,26 +93,32 @@ class TestExtra:
         data = Dataset(["a"] * (count + more), None, ())
         samples = samples_of(models, data, None)
         wanted = Extra(Dataset(["a"] * more, None, ()), like_own)
-        held_out, taught, all_own = divide(samples, count, wanted)
-        mine = taught.indices < count
-        assert mine.mean() >= 1 / (OWN_OF_WRITTEN if like_own else OWN)
-        assert (all_own is not None) == (count < 50 and not like_own)
+        folds, all_own = divide(samples, count, wanted)
+        assert (all_own is not None) == (len(folds) == 2) == (count < 50 and not like_own)
         if all_own is not None:
             assert set(all_own.indices.tolist()) == set(range(count + more))
             assert (all_own.indices < count).mean() >= 1 / OWN
-        assert not set(held_out.indices.tolist()) & set(taught.indices.tolist())
-        assert set(held_out.indices.tolist()) | set(taught.indices.tolist()) == set(range(count + more))
-        written_judge = like_own and count < 50
-        assert ((held_out.indices < count) != written_judge).all()
+            judges = [set(fold.held_out.indices.tolist()) for fold in folds]
+            assert not judges[0] & judges[1]
+            assert judges[0] | judges[1] == set(range(count))
+            assert abs(len(judges[0]) - len(judges[1])) <= 2
+            assert len(judges[0]) % 2 == 0, "two answers of a prompt judge the same student"
+        for held_out, taught in folds:
+            assert (taught.indices < count).mean() >= 1 / (OWN_OF_WRITTEN if like_own else OWN)
+            assert not set(held_out.indices.tolist()) & set(taught.indices.tolist())
+            assert set(held_out.indices.tolist()) | set(taught.indices.tolist()) == set(range(count + more))
+            written_judge = like_own and count < 50
+            assert ((held_out.indices < count) != written_judge).all()
 
     @pytest.mark.parametrize("count", [10, 100])
     def test_views_of_samples_that_judge_are_not_taught(self, models: Any, count: int) -> None:
         places = np.random.default_rng(0).integers(0, count, 3 * count)
         samples = samples_of(models, Dataset(["a"] * (4 * count), None, ()), None)
-        held_out, taught, _ = divide(samples, count, Extra(Dataset(["a"] * 3 * count, None, ()), views_of=places))
-        views = taught.indices[taught.indices >= count] - count
-        assert not set(places[views].tolist()) & set(held_out.indices.tolist())
-        assert len(views) == sum(place not in held_out.indices for place in places)
+        folds, _ = divide(samples, count, Extra(Dataset(["a"] * 3 * count, None, ()), views_of=places))
+        for held_out, taught in folds:
+            views = taught.indices[taught.indices >= count] - count
+            assert not set(places[views].tolist()) & set(held_out.indices.tolist())
+            assert len(views) == sum(place not in held_out.indices for place in places)
 
     def test_few_own_samples_are_all_taught_beside_others_like_them(self, models: Sides[Model]) -> None:
         student = student_of(models.target, TaskVector({}), None, 0).module
@@ -120,7 +126,7 @@ class TestExtra:
         found = distill(own(models, 10), student, config, extra=extra(40, like_own=True))
         assert (found["samples"], found["extra"], found["held_out"]) == (10, 30, 10)
         found = distill(own(models, 10), student, config, extra=extra(40))
-        assert (found["samples"], found["extra"], found["held_out"], found["again"]) == (10, 40, 5, 1)
+        assert (found["samples"], found["extra"], found["held_out"], found["again"]) == (10, 40, 10, 1)
 
     @pytest.mark.parametrize("beside", [False, True])
     def test_few_own_samples_are_all_taught_in_the_end(
@@ -140,28 +146,40 @@ class TestExtra:
             return found, {name: each.detach().clone() for name, each in student.named_parameters()}
 
         (plain, weights), (_, others) = trained(True, None), trained(True, 9)
-        assert (plain["best"], plain["again"], plain["samples"], plain["held_out"]) == (3, 3, 10, 5)
+        assert (plain["best"], plain["again"], plain["samples"], plain["held_out"]) == (3, 3, 10, 10)
         assert not all(torch.equal(weights[name], others[name]) for name in weights)
         (kept, weights), (_, others) = trained(False, None), trained(False, 9)
-        assert (kept["best"], kept["again"], kept["samples"], kept["held_out"]) == (0, 0, 5, 5)
+        assert (kept["best"], kept["again"], kept["samples"], kept["held_out"]) == (0, 0, 10, 10)
         assert all(torch.equal(weights[name], others[name]) for name in weights)
 
-    def test_samples_that_judge_are_not_taught(self, models: Sides[Model], tmp_path: Path) -> None:
-        """Another text among the last own samples leaves the trained weights as they are, one before them does not."""
+    @pytest.mark.parametrize("student", [0, 1])
+    def test_samples_that_judge_are_not_taught(
+        self, models: Sides[Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, student: int
+    ) -> None:
+        """Another text in one half leaves the weights of one student as they are, and changes those of the other."""
+        monkeypatch.setattr("tuneport.training.exam.last_is_best", lambda curve, *_: len(curve) == 1)
 
         def trained(place: int | None) -> dict[str, Tensor]:
             inputs = list(PROMPTS[:10])
             if place is not None:
                 inputs[place] = PROMPTS[40]
             data = replace(TAUGHT.subset(np.arange(10)), inputs=inputs)
-            student = student_of(models.target, TaskVector({}), None, 0).module
+            module = student_of(models.target, TaskVector({}), None, 0).module
             file = tmp_path / f"{place}.safetensors"
-            saved = StateFile(file, "same", 0)
-            config = DistillConfig.of(steps=3)
-            distill(samples_of(models, data, None), student, config, extra=extra(12), saved=saved)
-            return {name: tensor for name, tensor in load_file(file).items() if name.startswith("now.")}
+            kept: list[dict[str, Tensor]] = []
 
-        plain, judging, taught = trained(None), trained(9), trained(0)
+            class Saved(StateFile):
+                def save(self, tensors: Any, values: Any) -> None:
+                    super().save(tensors, values)
+                    if (values["student"], values["step"]) == (student, 3):
+                        kept.append(load_file(self.path))
+
+            config = DistillConfig.of(steps=3)
+            more: Any = {"extra": extra(12), "saved": Saved(file, "same", 0)}
+            distill(samples_of(models, data, None), module, config, **more)
+            return {name: tensor for name, tensor in kept[0].items() if name.startswith("now.")}
+
+        plain, judging, taught = trained(None), *(trained(place) for place in ((9, 0) if student == 0 else (0, 9)))
         assert all(torch.equal(plain[name], judging[name]) for name in plain)
         assert not all(torch.equal(plain[name], taught[name]) for name in plain)
 

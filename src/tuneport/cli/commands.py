@@ -374,6 +374,7 @@ def _route_words(row: Record) -> str:
         return f", not: {row['why_not']}"
     written = f" and {row['written']} written ones" if "written" in row else ""
     steps = f" in {row['steps']} steps" if "steps" in row else ""
+    steps += f", for up to {row['students']} students" if "students" in row else ""
     return f" on {row['samples']} samples{written}{steps}" if row["samples"] else ""
 
 

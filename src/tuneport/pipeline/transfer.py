@@ -143,8 +143,8 @@ class Result:
     ) -> Result:
         """Let the fine-tuned source teach the ported target on the calibration samples; no label is used.
 
-        A tenth of the samples is held out. The result is the last state that none is nearer to the teacher
-        than, beyond chance, and that may be this transfer as it is.
+        A tenth of the samples is held out; of few, each half judges what the other half teaches. The result is the last
+        state that none is nearer to the teacher than, beyond chance, and that may be this transfer as it is.
 
         Args:
             steps: updates of the student; by default they follow from the samples.

@@ -132,7 +132,8 @@ def distilled_words(found: Mapping[str, Any]) -> str:
     views = f" and {count} views of them" if (count := found.get("views")) else ""
     if not found["best"]:
         return f"none of {found['steps']} steps lowered the loss on held-out samples: it is the start{left}"
-    again = f"; then taught again with the held-out ones, for {steps} steps" if (steps := found.get("again")) else ""
+    halves = "; each half judged what the other half taught, and both then taught it"
+    again = f"{halves}, for {steps} steps" if (steps := found.get("again")) else ""
     return (
         f"by {found['teacher']}: {found['steps']} steps of {what} on {found['samples']} unlabelled samples{views}; "
         f"agreement on held-out samples {100 * first['agreement']:.0f} % before, {100 * best['agreement']:.0f} % after"

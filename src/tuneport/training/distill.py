@@ -84,7 +84,6 @@ def distill(
     neutral = Neutral(target) if target.generates is not None else None
     if neutral is not None:
         neutral.prepare(predicted=config.shard)
-
     run = _Run(samples.models, student, matching, neutral, own, fresh, events, saved)
     played = captured(student) if target.generates == "causal" and not config.shard else nullcontext()
     with frozen(samples.models.source.module), played:
@@ -173,8 +172,8 @@ class _Run:
             return
         self._begin(taught)
         optimizer, first = schedule.optimizer(self.student), 0
-        if self.found is not None and number == at:
-            first = self._restore(optimizer, *self.found)
+        if self.found is not None:
+            first, self.found = self._restore(optimizer, *self.found), None
         elif exam is not None:
             self.curves.append(Curve(limit=self._limit))
             self._mark(0, exam)

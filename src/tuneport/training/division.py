@@ -85,7 +85,7 @@ def divide(samples: DatasetSamples, own: int, extra: Extra | None) -> Division:
 
     if not few:
         return Division((fold(*hold_out(mine)),), None)
-    last, first = _ends(mine, len(mine) // 2)
+    last, first = _ends(mine, len(mine) // 4 * 2)  # an even number: two answers of a prompt stay together
     return Division((fold(last, first), fold(first, last)), _beside(mine, more, parts))
 
 
