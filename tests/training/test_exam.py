@@ -27,6 +27,11 @@ SHOWN_BY_ALL = [2.1, -1.1] * 10  # mean 0.5; the standard error is 1.6 / sqrt(9)
 SHOWN_BY_LAST_HALF = [-2.2] * 10 + [2.0] * 10
 
 
+@pytest.fixture(scope="module")
+def models(animals: Animals) -> Sides[Model]:
+    return Sides(open_model(animals.tuned), open_model(animals.target))
+
+
 def curve_of(*groups: list[float], neutral: tuple[float, ...] = (), limit: float | None = None) -> Curve:
     losses = neutral or (None,) * len(groups)
     marks = [
@@ -78,10 +83,6 @@ class TestCurve:
 
 class TestPlanted:
     """A real distillation whose held-out samples say by how much each of them gains."""
-
-    @pytest.fixture(scope="class")
-    def models(self, animals: Animals) -> Sides[Model]:
-        return Sides(open_model(animals.tuned), open_model(animals.target))
 
     @staticmethod
     def taught(
