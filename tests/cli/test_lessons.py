@@ -129,7 +129,7 @@ class TestWritten:
         done = run(*words[:at], *words[at + 2 :], "--describe", "Animals with an adjective", "--keep-texts")
         assert done.code == 0, done.err
         assert done.json["data"]["name"] == "written samples"
-        assert done.json["distilled"]["samples"] + done.json["distilled"]["held_out"] == 12
+        assert (done.json["distilled"]["samples"], done.json["distilled"]["held_out"]) == (12, 12)
         assert all(body["prompt"].startswith("Animals with an adjective\n-") for body in server.bodies)
         assert "zx" in (place / "out" / "texts.jsonl").read_text()
 
