@@ -385,6 +385,7 @@ def options_schema(config: type[Config]) -> dict[str, Any]:
         found = TypeAdapter(str if union and str in get_args(kind) else kind).json_schema()  # or a Python object
         bounds = {"minimum": about.least, "maximum": about.most}
         found |= {key: value for key, value in bounds.items() if value is not None}
+        found |= {"enum": list(about.choices)} if about.choices else {}
         properties[name] = {"anyOf": [found, {"type": "null"}]} if item.default is None else found
     plain = {"if": {"properties": {"python": {"maxItems": 0}}}, "then": {"required": list(properties)}}
     return {"type": "object", "properties": properties, "required": ["python"], **plain}

@@ -20,9 +20,9 @@ from .data.dataset import count_drawn
 from .data.formats import suffixes
 from .data.tasks import read_data, split_reference
 from .errors import CheckpointError, DataError, OptionError, TuneportError, first_of, printable, shortened, unknown_name
-from .io.output import check_new_file, check_new_folder
+from .io.output import RECORD, check_new
 from .io.places import ACCEPTED, CONFIG, looks_like_hub_id, nearest_path, why_no_adapter, why_no_model, why_unknown
-from .types import FILE_FORMATS, Split
+from .types import FORMATS, Split
 
 # The names that heavy modules register.
 METHODS = (
@@ -133,8 +133,8 @@ def _check_out(given: dict[str, Any], config: Config) -> None:
     replaced = getattr(config, "overwrite", False) or getattr(config, "resume", False)
     places = [*(place for _, place in _named(given)), getattr(config, "head", None)]
     inputs = [place for place in places if place is not None and os.path.exists(place)]
-    is_file = config.command == "extract" or getattr(config, "as_", None) in FILE_FORMATS
-    (check_new_file if is_file else check_new_folder)(given["out"], replaced, inputs=inputs)
+    as_ = "task-vector" if config.command == "extract" else getattr(config, "as_", None) or "model"
+    check_new(given["out"], replaced, suffix=FORMATS[as_].suffix, inputs=inputs)
 
 
 def _wrong_input(name: str, place: str, command: str) -> str:
@@ -166,9 +166,10 @@ def _wrong_finetune(place: str, name: str) -> str:
             return why_no_model(place)
         what = {"finetuned": "fine-tune", "vector": "task vector"}.get(name, "model")
         return f"there is no {what} at {place}: {place} does not exist.{nearest_path(path)}"
-    if (path / CONFIG).is_file() or (path.is_file() and path.suffix in _WEIGHTS):
+    suffixes = (*_WEIGHTS, *(about.suffix for about in FORMATS.values() if about.suffix))
+    if (path / CONFIG).is_file() or (path.is_file() and path.suffix in suffixes):
         return why_no_adapter(path)
-    holds = path.is_dir() and any(file.suffix in _WEIGHTS for file in path.iterdir())
+    holds = path.is_dir() and any(file.suffix in _WEIGHTS or file.name == RECORD for file in path.iterdir())
     return why_no_adapter(path) if holds else _wrong_model(place)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from typing_extensions import NamedTuple
@@ -13,14 +14,31 @@ if TYPE_CHECKING:  # the command line must answer without torch
 Signal = Literal["input", "output", "output_gradient", "input_gradient", "weight_gradient"]
 Completion = Literal["none", "svd"]  # how to complete a rank-deficient map
 ScaleRule = Literal["auto", "safe"]  # how to choose the scale of a transfer on its samples
-OutputFormat = Literal["model", "adapter", "task-vector"]
-FILE_FORMATS = ("task-vector",)  # those that are one file; the others are folders, with a report
 Split = Literal["train", "test"]
 Loss = Callable[["nn.Module", Any], "Tensor"]  # loss(module, batch): a sum over the samples
 Chat = list[dict[str, Any]]  # messages with "role" and "content", as chat templates take them
 Progress = Callable[[int], None]  # gets the number of samples, or steps, that were done since the last call
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Format:
+    """What is known of a format of outputs before torch is loaded; its class says how it is written and read."""
+
+    output: str  # the class, as MODULE:NAME; a module of `outputs` begins with a dot
+    words: str  # for what was written, with entries of the run record in braces
+    suffix: str = ""  # of the file that it is; without one it is a folder, with a report
+    whole: bool = False  # a model, no change of one
+    shaped: bool = False  # by the options of a LoRA: its class takes their `AdapterForm`
+    students: bool = True  # it can hold what `upgrade` teaches
+
+
+FORMATS: dict[str, Format] = {
+    "model": Format(".base:ModelOutput", "a model", whole=True),
+    "adapter": Format(".adapter:AdapterOutput", "an adapter of rank {adapter[rank]} for {target[name]}", shaped=True),
+    "task-vector": Format(".base:TaskVectorOutput", "a task vector for {target[name]}", ".safetensors", students=False),
+}
 
 
 def ignore(_: int) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 import tuneport
 from tuneport import TuneportError, cli
-from tuneport.outputs import OUTPUTS
+from tuneport.outputs import output_class
 from tuneport.pipeline.scale import RULES
-from tuneport.types import OutputFormat, ScaleRule
+from tuneport.types import FORMATS, ScaleRule
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_name() -> None:
@@ -38,4 +38,4 @@ class TestMessages:
 
 def test_words_with_a_fixed_choice_are_those_that_the_code_knows() -> None:
     assert set(get_args(ScaleRule)) == set(RULES)
-    assert set(get_args(OutputFormat)) == set(OUTPUTS)
+    assert [output_class(name).name for name in FORMATS] == list(FORMATS)

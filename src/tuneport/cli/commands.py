@@ -5,7 +5,6 @@ Heavy imports happen inside, so that help answers at once.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import typer
 from .. import config as options
 from ..config.options import Config
 from ..errors import TuneportError
-from ..types import FILE_FORMATS, Events
+from ..types import FORMATS, Events
 from .terminal import Bar, as_options, emit_json, note, say, show
 
 if TYPE_CHECKING:
@@ -129,22 +128,16 @@ def _print_result(record: Record, verbose: bool) -> None:
             say(f"{label:<12} {as_options(text)}")
         if record["scale"]:
             _print_kept(record)
-    if record["as"] not in FILE_FORMATS:
+    if not FORMATS[record["as"]].suffix:
         say(f"report: {Path(record['out'], 'report.html')}")
 
 
 def print_next(record: Record) -> None:
-    """Print commands that work on an output: its evaluation if the data allow it, and what loads an adapter."""
-    from ..outputs.adapter import LOADER
-    from ..report.summary import data_reference, evaluate_command
+    """Print commands that work on an output."""
+    from ..outputs import output_class
 
-    out, place, adapter = record["out"], data_reference(record), record.get("adapter", {})
-    if "protocol" in record["data"] and place:
-        say(f"next: {evaluate_command(record, out, place)}")
-    if "vllm" in adapter:  # of a decoder
-        say(f"next: {shlex.join(['tuneport', 'evaluate', out, '--ask', 'Hello, who are you?'])}")
-    if adapter.get("loader"):
-        say(f"next: {shlex.join(['python', str(Path(out, LOADER))])}")
+    for line in output_class(record["as"])().next_commands(record):
+        say(f"next: {line}")
 
 
 def _print_kept(record: Record) -> None:

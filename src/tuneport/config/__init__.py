@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Literal
 
 from ..errors import OptionError, unknown_name
-from ..types import OutputFormat, ScaleRule
+from ..types import FORMATS, ScaleRule
 from .options import (
     INPUTS,
     MACHINE,
@@ -48,6 +48,8 @@ BATCH = partial(option, 32, "Samples per pass through the models.", MACHINE, lea
 UNLIKELY = partial(option, False, "Continue if the fine-tune does not seem to match.", MACHINE, listed=False)
 HOW = partial(option, control=True, recorded=False)  # the result is the same with any value
 OVERWRITE = partial(HOW, False, "Replace an existing output.")
+*_FIRST, _LAST = FORMATS
+FORMAT = partial(option, help=f"{', '.join(_FIRST)} or {_LAST}.", metavar="FORMAT", choices=FORMATS)
 
 
 ROLES: Any = {"repeated": True, "metavar": "A=B", "listed": False}
@@ -84,7 +86,7 @@ class ResumeConfig(Config):
 class AdapterConfig(Config):
     """Options of the format of an output."""
 
-    as_: OutputFormat = option("model", "model, adapter or task-vector.", metavar="FORMAT")
+    as_: str = FORMAT("model")
     rank: int | None = option(None, "Adapter: cut updates to this rank.", least=1)
     energy: float | None = option(None, "Adapter: keep this share of each |tau|².", OUTPUT, listed=False)
     uniform_rank: bool = option(False, "Adapter: pad all layers to one rank.", OUTPUT, listed=False)
@@ -95,7 +97,7 @@ class AdapterConfig(Config):
     def check(self) -> None:
         super().check()
         shape = (self.rank, self.energy, self.uniform_rank, self.adapter_dtype)
-        if self.as_ != "adapter" and shape != (None, None, False, "float32"):
+        if not FORMATS[self.as_].shaped and shape != (None, None, False, "float32"):
             raise OptionError(
                 '`rank`, `energy`, `uniform_rank` and `adapter_dtype` shape an adapter; they go with `as_="adapter"`.'
             )
@@ -177,7 +179,7 @@ class TransferConfig(ResumeConfig, AdapterConfig, MeasureConfig):
 
     def check(self) -> None:
         super().check()
-        if self.distill is not None and self.as_ == "adapter" and self.rank is None:
+        if self.distill is not None and FORMATS[self.as_].shaped and self.rank is None:
             raise OptionError("a distilled adapter is a LoRA of one rank: pass `rank=R`.")
 
 
@@ -257,7 +259,7 @@ class UpgradeConfig(LessonsConfig):
     time: int | None = option(
         None, "Start no further route after this time, such as 10m.", parse=parse_seconds, metavar="TIME"
     )
-    as_: OutputFormat | None = option(None, "model, adapter or task-vector.", metavar="FORMAT")
+    as_: str | None = FORMAT(None)
     rank: int | None = option(None, "Rank of a LoRA (default: 16).", least=1)
     steps: int | None = option(None, "Steps of distillation (default: by the samples).", least=1)
     overwrite: bool = OVERWRITE()
@@ -272,8 +274,9 @@ class UpgradeConfig(LessonsConfig):
         for name in self.routes:
             if name not in ROUTES:
                 raise OptionError(unknown_name("route", name, ROUTES))
-        if self.as_ == "task-vector" and {"distill", "synthetic"} & set(self.routes):
-            raise OptionError('a distilled model is no task vector of a port: pass `as_="model"` or "adapter".')
+        if self.as_ is not None and not FORMATS[self.as_].students and {"distill", "synthetic"} & set(self.routes):
+            what = self.as_.replace("-", " ")
+            raise OptionError(f'a distilled model is no {what} of a port: pass `as_="model"` or "adapter".')
 
     def check_known(self, data: object) -> None:
         """Refuse an upgrade for which there are no samples, and nothing to write them from."""
@@ -377,7 +380,7 @@ class MergeConfig(AdapterConfig):
     density: float = option(0.2, "Share of entries that ties and dare keep.")
     seed: int = option(0, "Seed of the entries that dare keeps.", least=0, most=2**31 - 1)
     exclude: Sequence[str] = EXCLUDE(group=OUTPUT)
-    as_: OutputFormat = option("task-vector", "model, adapter or task-vector.", metavar="FORMAT")
+    as_: str = FORMAT("task-vector")
     accept_unlikely: bool = option(
         False, "Merge also what looks like fine-tunes of different bases.", MACHINE, listed=False
     )

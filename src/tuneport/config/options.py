@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from types import UnionType
@@ -37,6 +37,7 @@ class Option:
     least: float | None = None  # the lower bound of a number
     most: float | None = None  # the upper bound
     flags: tuple[str, ...] = ()  # names on the command line, if they are not made from the name of the field
+    choices: Collection[str] = ()  # of a text; looked at when a value is checked
     metavar: str | None = None  # what stands for the value in the help
     parse: Callable[[Any], Any] | None = None  # reads the text of a value whose type does not say how
     repeated: bool = False  # the text is a list of words, each given by itself
@@ -182,8 +183,9 @@ class Declared:
         types, wrong = self.value_types(), []
         for item, about in self.options():
             value, kind = getattr(self, item.name), types[item.name]
-            if isinstance(value, str) and get_origin(kind) is Literal and value not in get_args(kind):
-                wrong.append(unknown_name(item.name.rstrip("_"), value, get_args(kind)))
+            choices = get_args(kind) if get_origin(kind) is Literal else about.choices
+            if isinstance(value, str) and choices and value not in choices:
+                wrong.append(unknown_name(item.name.rstrip("_"), value, choices))
             if about.least is not None and isinstance(value, (int, float)) and value < about.least:
                 wrong.append(f"`{item.name}` must be at least {about.least:g}, got {value}.")
             if about.most is not None and isinstance(value, (int, float)) and value > about.most:

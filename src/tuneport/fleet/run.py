@@ -31,11 +31,10 @@ from ..errors import CheckpointError, TuneportError, brief, lacks_memory, rerais
 from ..io.output import claimed
 from ..io.places import hub_name
 from ..models.base import Model
-from ..outputs import OUTPUTS
+from ..outputs import output_class
 from ..pipeline.inputs import open_models
 from ..pipeline.upgrade import upgrade_to_folder
 from ..runtime.resume import Work
-from ..task_vectors.lora_write import AdapterForm
 from ..types import Events, Sides
 from .lines import Line, ListError, read_lines
 from .summary import Fleet, Row, earlier_rows, failed, fleet_of, row_of
@@ -185,7 +184,7 @@ def _done(lines: Sequence[Line], folder: Path, inputs: UpgradeInputs) -> Iterato
 
 def _record(line: Line) -> Mapping[str, Any] | None:
     """The record of a complete output, if it is what the line asks for."""
-    output, inputs = OUTPUTS[line.config.as_ or "model"](AdapterForm()), line.inputs
+    output, inputs = output_class(line.config.as_ or "model")(), line.inputs
     try:
         record: Mapping[str, Any] = output.read_record(line.out)
         tuned = record["finetuned"].get("parts") or [record["finetuned"]]

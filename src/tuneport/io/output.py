@@ -61,13 +61,19 @@ def check_new_folder(
 def check_new_file(
     out: PathLike, overwrite: bool = False, *, needed_bytes: int = 0, inputs: Iterable[PathLike] = ()
 ) -> None:
-    """As `check_new_folder`, for a weight file, which must not be the file that a link in an input leads to either."""
+    """As `check_new_folder`, for a file, which must not be the one that a link in an input leads to either."""
     _check_path(Path(out), overwrite, folder=False)
     inputs = list(inputs)
     linked = [file for given in inputs for file in Path(given).rglob("*")] if os.path.lexists(out) else []
     _check_inputs_survive(Path(out), [*inputs, *linked])
-    check_file_name(out)
     check_space(Path(out), needed_bytes)
+
+
+def check_new(out: PathLike, overwrite: bool = False, *, suffix: str, **more: Any) -> None:
+    """As `check_new_file` for a format with a suffix, as `check_new_folder` for one without."""
+    (check_new_file if suffix else check_new_folder)(out, overwrite, **more)
+    if suffix:
+        check_file_name(out, suffix)
 
 
 def check_space(out: Path, needed_bytes: int) -> None:
@@ -80,10 +86,10 @@ def check_space(out: Path, needed_bytes: int) -> None:
         )
 
 
-def check_file_name(out: PathLike) -> None:
-    """Raise a CheckpointError unless the name ends in .safetensors: under another name it could not be read again."""
-    if Path(out).suffix != ".safetensors":
-        raise CheckpointError(f"{out} must end in .safetensors, as every weight file that tuneport reads. Add it.")
+def check_file_name(out: PathLike, suffix: str = ".safetensors") -> None:
+    """Raise a CheckpointError unless the name ends in the suffix: under another name it could not be read again."""
+    if Path(out).suffix != suffix:
+        raise CheckpointError(f"{out} must end in {suffix}, as every weight file that tuneport reads. Add it.")
 
 
 def _check_inputs_survive(out: Path, inputs: Iterable[PathLike]) -> None:

@@ -1,28 +1,37 @@
-"""What can be written. A new format is a class in a module here, a line of OUTPUTS and a name in `types`."""
+"""What can be written. A new format is a class in a module here, and a line of `types.FORMATS`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 
-from ..config import MergeConfig, TransferConfig
+from ..config import AdapterConfig
 from ..errors import TuneportError, unknown_name
 from ..task_vectors.lora_write import AdapterForm
-from .adapter import AdapterOutput
-from .base import ModelOutput, Output, TaskVectorOutput, Update
-
-OUTPUTS: Mapping[str, Callable[[AdapterForm], Output]] = {
-    ModelOutput.name: lambda _: ModelOutput(),
-    AdapterOutput.name: AdapterOutput,
-    TaskVectorOutput.name: lambda _: TaskVectorOutput(),
-}
+from ..types import FORMATS
+from .base import ModelOutput, Output, Stated, Update
 
 
-def output_of(config: TransferConfig | MergeConfig) -> Output:
+def output_class(name: str) -> type[Output]:
+    """The class of a format."""
+    if name not in FORMATS:
+        raise TuneportError(unknown_name("output", name, FORMATS))
+    module, _, kind = FORMATS[name].output.partition(":")
+    found: type[Output] = getattr(import_module(module, __package__), kind)
+    return found
+
+
+def output_of(config: AdapterConfig) -> Output:
     """The output that the options ask for."""
-    if config.as_ not in OUTPUTS:
-        raise TuneportError(unknown_name("output", config.as_, OUTPUTS))
+    kind: Callable[..., Output] = output_class(config.as_)
     form = AdapterForm(config.rank, config.energy, config.uniform_rank, config.adapter_dtype)
-    return OUTPUTS[config.as_](form)
+    return kind(form) if FORMATS[config.as_].shaped else kind()
 
 
-__all__ = ["OUTPUTS", "AdapterOutput", "ModelOutput", "Output", "TaskVectorOutput", "Update", "output_of"]
+def stated_in(path: Path) -> Stated | None:
+    """The change in a file or folder of any format; None for a whole model."""
+    return next(filter(None, (output_class(name)().stated(path) for name in FORMATS)), None)
+
+
+__all__ = ["ModelOutput", "Output", "Update", "output_class", "output_of", "stated_in"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,12 @@ from ..io.output import new_folder
 from ..io.tensors import LazyTensors
 from ..methods import Method, name_of
 from ..models.base import Model
+from ..models.change import stated_base
+from ..models.open import open_model
 from ..models.weights import Scaled
 from ..pairing import Plan
-from ..report.record import Record
-from ..task_vectors.lora_format import write_adapter
+from ..report.record import Record, write_record
+from ..task_vectors.lora_format import is_adapter, open_adapter, write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights, whole_tensors
 from ..task_vectors.lora_write import (
     UNCUT,
@@ -30,8 +33,8 @@ from ..task_vectors.lora_write import (
     vllm_rank,
     vllm_refusals,
 )
-from ..task_vectors.vector import account
-from .base import TEXTS, Output, Update, update_bytes, write_texts
+from ..task_vectors.vector import TaskVector, account
+from .base import TEXTS, Output, Stated, Texts, Update, update_bytes, write_texts
 
 TASKS = {  # of peft, by the ends of names of classes
     "ForSequenceClassification": "SEQ_CLS",
@@ -93,15 +96,34 @@ class AdapterOutput(Output):
     def size(self, plan: Plan, update: Update, method: Method) -> int:
         return update_bytes(plan, update.vector, method, lora=self.form.rank or 0) + TEXTS
 
-    def write(
-        self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
-    ) -> Record:
+    def write(self, out: Path, update: Update, record: Record, overwrite: bool, texts: Texts = None) -> Record:
         packed, loader = self.packed(update), loader_of(update.target, update.task_type)
         record = _with_adapter(record, update, packed, loader)
         with new_folder(out, overwrite=overwrite) as folder:
             write_adapter(folder, packed.adapter)
             more = {**(texts or {}), **({LOADER: LOAD.format(**loader)} if loader else {})}
             return write_texts(folder, record, update.target.weights.library, more)
+
+    def write_change(self, out: Path, vector: TaskVector, base: str | None, record: Record, overwrite: bool) -> Record:
+        assert base is not None
+        model = open_model(base)
+        live = {file: name for name, file in model.weights.file_names.items()}
+        packed = self.packed(Update(model, vector.rename({name: live[name] for name in vector if name in live})))
+        record = {**record, "adapter": adapter_entry(packed)}
+        with new_folder(out, overwrite=overwrite) as folder:
+            write_adapter(folder, packed.adapter)
+            write_record(folder / "tuneport.json", record)
+        return record
+
+    def stated(self, out: Path) -> Stated | None:
+        return (open_adapter(out), stated_base(out)) if is_adapter(out) else None
+
+    def next_commands(self, record: Record) -> list[str]:
+        """Also a question to a decoder, and what loads the adapter."""
+        out, about = record["out"], record["adapter"]
+        lines = [["tuneport", "evaluate", out, "--ask", "Hello, who are you?"]] if "vllm" in about else []
+        lines += [["python", str(Path(out, LOADER))]] if about.get("loader") else []
+        return [*super().next_commands(record), *map(shlex.join, lines)]
 
     def written(self, update: Update) -> Mapping[str, Tensor]:
         target = update.target

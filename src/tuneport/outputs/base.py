@@ -15,19 +15,25 @@ from torch import Tensor
 from ..errors import TuneportError
 from ..io.checkpoint import open_checkpoint, read_record
 from ..io.fingerprint import weights_fingerprint
-from ..io.output import check_new_file, check_new_folder, new_file, new_folder
-from ..io.places import companion_bytes, copy_companions
-from ..io.tensors import describe
+from ..io.output import check_new, new_file, new_folder
+from ..io.places import companion_bytes, copy_companions, local
+from ..io.tensors import check_unquantised, describe
 from ..methods import Method
 from ..models.base import Model
+from ..models.change import is_task_vector, stated_base
+from ..models.open import open_stored, path_of
 from ..models.weights import Scaled
 from ..pairing import Plan
 from ..report.card import model_card
 from ..report.page import report_page
 from ..report.record import Record, to_json, write_record
+from ..report.summary import data_reference, evaluate_command
+from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import Part, TaskVector, load_task_vector, save_task_vector
-from ..types import FILE_FORMATS
+from ..types import FORMATS
 
+Texts = Mapping[str, str] | None  # by file name, beside the weights
+Stated = tuple[Adapter | TaskVector, str | None]  # the change in an output, and the base that the output names
 TEXTS = 2**20  # bytes that card, record and report take at most, except for models of thousands of layers
 
 
@@ -49,16 +55,14 @@ class Update:
 
 
 class Output(ABC):
-    """A format of outputs."""
+    """A format of outputs; `types.FORMATS` has what is known of it before torch is loaded."""
 
     name: ClassVar[str]
+    asks_base: ClassVar[bool] = True  # a merge must know the base, which is never None then
 
-    def check_place(
-        self, out: str | Path, overwrite: bool, *, inputs: Iterable[Path] = (), needed_bytes: int = 0
-    ) -> None:
+    def check_place(self, out: Path, overwrite: bool, *, inputs: Iterable[Path] = (), needed_bytes: int = 0) -> None:
         """Refuse an output that must not be replaced, or that does not fit on the disk."""
-        check = check_new_file if self.name in FILE_FORMATS else check_new_folder
-        check(out, overwrite, needed_bytes=needed_bytes, inputs=inputs)
+        check_new(out, overwrite, suffix=FORMATS[self.name].suffix, needed_bytes=needed_bytes, inputs=inputs)
 
     def check(self, plan: Plan, update: Update, method: Method) -> None:
         """Refuse, before anything is measured, a transfer whose result cannot be written.
@@ -77,10 +81,12 @@ class Output(ABC):
         """The expected number of bytes of the output; the arguments are those of `check`."""
 
     @abstractmethod
-    def write(
-        self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
-    ) -> Record:
+    def write(self, out: Path, update: Update, record: Record, overwrite: bool, texts: Texts = None) -> Record:
         """Write the output, its record and `texts` by file name; return the record as it was written."""
+
+    @abstractmethod
+    def write_change(self, out: Path, vector: TaskVector, base: str | None, record: Record, overwrite: bool) -> Record:
+        """Write a change of a base, by the names in its files, and a record; return the record with what it lacked."""
 
     def rewrite(self, out: Path, record: Record, library: str | None) -> None:
         """Put another record into an output, in place of its own, with the card and the report that follow from it."""
@@ -92,6 +98,16 @@ class Output(ABC):
     def read_record(self, out: Path) -> Any:
         """The run record of an output; an error of any kind if there is none."""
         return read_record(out)
+
+    def stated(self, out: Path) -> Stated | None:
+        """The change in an output of this format; None if it is no such output, or a whole model."""
+        del out
+        return None
+
+    def next_commands(self, record: Record) -> list[str]:
+        """Commands that work on a written output: its evaluation, if the data allow it."""
+        place = data_reference(record)
+        return [evaluate_command(record, record["out"], place)] if "protocol" in record["data"] and place else []
 
     def written(self, update: Update) -> Mapping[str, Tensor]:
         """The parameters that `write` changes, by live names, as they are read from what it writes."""
@@ -141,20 +157,34 @@ class ModelOutput(Output):
         held = sum(describe(weights.tensors, name).nbytes for name in weights.tensors)
         return held + companion_bytes(weights.folder) + TEXTS
 
-    def write(
-        self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
-    ) -> Record:
+    def write(self, out: Path, update: Update, record: Record, overwrite: bool, texts: Texts = None) -> Record:
         target = update.target
         with new_folder(out, overwrite=overwrite) as folder:
             copy_companions(target.weights.folder, folder)
             target.weights.write(folder, update.in_files().apply_to(target.weights.tensors))
             return write_texts(folder, record, target.weights.library, texts)
 
+    def write_change(
+        self, out: Path, vector: TaskVector, base: str | None, record: Record, overwrite: bool, scale: float = 1.0
+    ) -> Record:
+        assert base is not None
+        stored = open_stored(place := local(base))
+        check_unquantised(stored.tensors, vector)
+        tensors = vector.apply_to(stored.tensors, scale)
+        size = companion_bytes(stored.folder) + sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
+        self.check_place(out, overwrite, needed_bytes=size, inputs=[path_of(place)])
+        with new_folder(out, overwrite=overwrite) as folder:
+            copy_companions(stored.folder, folder)
+            stored.write(folder, tensors)
+            write_record(folder / "tuneport.json", record)
+        return record
+
 
 class TaskVectorOutput(Output):
     """The change of the target as one file."""
 
     name: ClassVar[str] = "task-vector"
+    asks_base: ClassVar[bool] = False
 
     def check_update(self, update: Update) -> None:
         """Refuse a fitted head: it is not a difference from the target's files."""
@@ -166,13 +196,21 @@ class TaskVectorOutput(Output):
     def size(self, plan: Plan, update: Update, method: Method) -> int:
         return update_bytes(plan, update.vector, method)
 
-    def write(
-        self, out: Path, update: Update, record: Record, *, overwrite: bool, texts: Mapping[str, str] | None = None
-    ) -> Record:
+    def write(self, out: Path, update: Update, record: Record, overwrite: bool, texts: Texts = None) -> Record:
         del texts  # the file holds the record only
         about = {"record": to_json(record), "base_fingerprint": weights_fingerprint(update.target.weights.tensors)}
         save_task_vector(out, update.in_files(), about, overwrite=overwrite)
         return record
+
+    def write_change(self, out: Path, vector: TaskVector, base: str | None, record: Record, overwrite: bool) -> Record:
+        about = {}
+        if base is not None:
+            about = {"base": base, "base_fingerprint": weights_fingerprint(open_stored(local(base)).tensors)}
+        save_task_vector(out, vector, {**about, "merged": to_json(record)}, overwrite=overwrite)
+        return record
+
+    def stated(self, out: Path) -> Stated | None:
+        return (load_task_vector(out), stated_base(out)) if is_task_vector(out) else None
 
     def rewrite(self, out: Path, record: Record, library: str | None) -> None:
         del library

@@ -13,9 +13,9 @@ from ..config import ApplyConfig, ExtractConfig, MergeConfig
 from ..errors import CheckpointError, first_of
 from ..io.checkpoint import open_checkpoint
 from ..io.fingerprint import same_fingerprints, same_weights, weights_fingerprint
-from ..io.output import check_new_file, check_new_folder, new_folder
-from ..io.places import check_no_parts, companion_bytes, copy_companions, local
-from ..io.tensors import check_finite, check_unquantised, describe
+from ..io.output import check_new, check_new_folder
+from ..io.places import check_no_parts, local
+from ..io.tensors import check_finite, describe
 from ..measure.fitted_heads import is_head
 from ..models.change import (
     between,
@@ -28,11 +28,9 @@ from ..models.change import (
     stated_fingerprint,
 )
 from ..models.open import open_model, open_stored, path_of
-from ..outputs import AdapterOutput, Update, output_of
-from ..outputs.adapter import adapter_entry
+from ..outputs import ModelOutput, output_of
 from ..report.provenance import files_identity, identity_of, package_version, versions
-from ..report.record import to_json, write_record
-from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter, write_adapter
+from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter
 from ..task_vectors.lora_read import as_lora, task_vector_of, transposed_weights
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 from ..task_vectors.vector import merge as merge_vectors
@@ -60,7 +58,7 @@ def extract_to_file(
     base: str | Path, finetuned: str | Path, out: str | Path, config: ExtractConfig, events: Events | None = None
 ) -> dict[str, Any]:
     """Write the task vector of two checkpoints; return the number of its tensors and its norm."""
-    check_new_file(out, config.overwrite, inputs=[path_of(base), path_of(finetuned)])
+    check_new(out, config.overwrite, suffix=".safetensors", inputs=[path_of(base), path_of(finetuned)])
     vector = _extract(base, finetuned, config.exclude)
     words = exclude_note(config.exclude, *map(names_of, (base, finetuned))) if config.exclude else None
     if words and events is not None:
@@ -118,28 +116,13 @@ def apply(
     check_new_folder(out, config.overwrite, inputs=[*([] if file is None else [file]), path_of(base)])
     loaded = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
     about = {"name": "TaskVector"} if file is None else files_identity(file, [file])
-    record = {"command": "apply", "scale": config.scale, "vector": about}
-    write_model(loaded, local(base), out, record, scale=config.scale, overwrite=config.overwrite)
+    record = {"command": "apply", "scale": config.scale, "vector": about, "out": str(out), "tensors": len(loaded)}
+    record |= {"base": base_identity(local(base)), **made_by()}
+    ModelOutput().write_change(Path(out), loaded, str(base), record, config.overwrite, config.scale)
     stated = "" if file is None else open_checkpoint(file).metadata.get("base_fingerprint", "")
     if stated and same_weights(stated, open_stored(local(base)).tensors) is False and events is not None:
         events.note(f"{vector} was made for other weights than those of {base}")
     return Path(out)
-
-
-def write_model(
-    vector: TaskVector, base: Path, out: str | Path, record: Mapping[str, Any], *, scale: float, overwrite: bool
-) -> None:
-    """Write `base + scale * vector` as a folder like that of the base, with a record of what was done."""
-    stored = open_stored(base)
-    check_unquantised(stored.tensors, vector)
-    tensors = vector.apply_to(stored.tensors, scale)
-    size = companion_bytes(stored.folder) + sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
-    check_new_folder(out, overwrite, needed_bytes=size, inputs=[path_of(base)])
-    with new_folder(out, overwrite=overwrite) as folder:
-        copy_companions(stored.folder, folder)
-        stored.write(folder, tensors)
-        facts = {"out": str(out), "tensors": len(vector), "base": base_identity(base)}
-        write_record(folder / "tuneport.json", {**record, **facts, **made_by()})
 
 
 def fingerprint_of(base: str | Path) -> str:
@@ -177,9 +160,9 @@ def merge(
     config = MergeConfig.of(**options)
     items, output = [local(item) for item in finetuned], output_of(config)
     paths = [path_of(item) for item in (*items, base) if item is not None]
-    output.check_place(out, config.overwrite, inputs=paths)
+    output.check_place(Path(out), config.overwrite, inputs=paths)
     base = base or next((found for item in items if (found := stated_base(item))), None)
-    if base is None and (config.as_ != "task-vector" or not all(map(is_task_vector, items))):
+    if base is None and (output.asks_base or not all(map(is_task_vector, items))):
         raise CheckpointError("the base that was fine-tuned is not known: pass it as `base`.")
     changes = [
         _without(load_task_vector(item), config.exclude)
@@ -209,16 +192,8 @@ def merge(
         record["notes"] = notes
         for note in notes:
             (events or Events()).note(note)
-    if isinstance(output, AdapterOutput):
-        assert base is not None
-        return _write_adapter(vector, base, out, output, record, config.overwrite)
-    if config.as_ == "model":
-        assert base is not None
-        write_model(vector, local(base), out, record, scale=1.0, overwrite=config.overwrite)
-    else:
-        named = {} if base is None else {"base": str(base), "base_fingerprint": fingerprint_of(base)}
-        save_task_vector(out, vector, {**named, "merged": to_json(record)}, overwrite=config.overwrite)
-    return record
+    named = None if base is None else str(base)
+    return dict(output.write_change(Path(out), vector, named, record, config.overwrite))
 
 
 def _head_notes(items: Sequence[Path], changes: Sequence[TaskVector]) -> list[str]:
@@ -256,21 +231,3 @@ def _base_fingerprint(item: Path) -> str:
     found = stated_fingerprint(opened(item))
     named = None if found else stated_base(item)
     return fingerprint_of(named) if named is not None and Path(named).exists() else found
-
-
-def _write_adapter(
-    vector: TaskVector,
-    base: str | Path,
-    out: str | Path,
-    output: AdapterOutput,
-    record: Mapping[str, Any],
-    overwrite: bool,
-) -> dict[str, Any]:
-    model = open_model(base)
-    live = {file: name for name, file in model.weights.file_names.items()}
-    packed = output.packed(Update(model, vector.rename({name: live[name] for name in vector if name in live})))
-    record = {**record, "adapter": adapter_entry(packed)}
-    with new_folder(out, overwrite=overwrite) as folder:
-        write_adapter(folder, packed.adapter)
-        write_record(folder / "tuneport.json", record)
-    return record

@@ -27,12 +27,13 @@ from ..measure.accuracy import (
 )
 from ..measure.fitted_heads import labelling_by, renamed_classes
 from ..models.base import Model
-from ..models.change import change_of, is_task_vector, opened, stated_base
+from ..models.change import change_of
 from ..models.generation import Prompt, Sampling, Written, generate_texts
 from ..models.heads import choose_head
 from ..models.open import as_classifier, open_model, pick_device
 from ..models.weights import put
-from ..task_vectors.lora_format import Adapter, is_adapter
+from ..outputs import stated_in
+from ..task_vectors.lora_format import Adapter
 from ..task_vectors.lora_read import whole_tensors
 from ..types import Events
 
@@ -138,8 +139,7 @@ def _lineage(out: str | Path) -> dict[str, tuple[str | Path, str | Path | None]]
     found: dict[str, tuple[str | Path, str | Path | None]] = {}
     tuned = places["finetuned"]
     if tuned and places["source"]:
-        part = is_adapter(local(tuned)) or is_task_vector(local(tuned))
-        found["old"] = tuned, places["source"] if part else None
+        found["old"] = tuned, places["source"] if stated_in(local(tuned)) is not None else None
     if places["target"]:
         found["target"] = places["target"], None
     return {**found, "new": (out, None)}
@@ -181,18 +181,18 @@ def open_written(
     `base` replaces the base that an adapter or a task vector names. A bare base gets the head of an adapter, and its
     classes the names of `classes`.
     """
-    item = local(reference)
-    if not is_adapter(item) and not is_task_vector(item):
+    stated = stated_in(local(reference))
+    if stated is None:
         if base is not None:
             raise TuneportError(f"`base` goes with an adapter or a task vector, and {reference} is a model.")
         if classes is not None:
             raise OptionError(f"`classes` goes with an adapter, and {reference} is a model with classes of its own.")
         return open_model(reference, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    base = base or stated_base(item)
+    change, named = stated
+    base = base or named
     if base is None:
         raise CheckpointError(f"{reference} does not name the model that it changes: pass it as `base`.")
     model = open_model(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    change = opened(item)
     head = {}
     if isinstance(change, Adapter):
         labelling = renamed_classes(labelling_by(change, model), classes)

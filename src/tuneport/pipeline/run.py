@@ -23,7 +23,7 @@ from ..outputs import Output, Update, output_of
 from ..processes import by_first, ranks
 from ..runtime.passes import Costs, Passes, passes_of
 from ..runtime.resume import Work, fingerprint
-from ..types import Events, ScaleRule
+from ..types import FORMATS, Events, ScaleRule
 from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, summarize, usual_test
 from .evaluate import open_written, with_protocol
 from .inputs import conditions_of, count_forward_passes
@@ -143,9 +143,8 @@ def _run_and_write(
     events.plan(units)
     ported = result = run(setup, config, passes=passes, work=work, events=events)
     if config.distill is not None:
-        lora = config.rank if config.as_ == "adapter" else None
         events.step("distilling", distilling, config.distill)
-        result = ported.distill(config.distill, lora=lora, events=events, saved=state_file(work))
+        result = ported.distill(config.distill, lora=config.rank, events=events, saved=state_file(work))
     found = None
     if not isinstance(on, str):
         made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
@@ -226,7 +225,7 @@ def _score_finished(
     """Score an output that is there already, and write what it has come to into its record, card and report."""
     target, output, scale = setup.models.target, output_of(config), choose_rule(setup, config.scale)
     dtype = next(target.module.parameters()).dtype
-    base = None if config.as_ == "model" else done["target"].get("path")
+    base = None if FORMATS[config.as_].whole else done["target"].get("path")
     model = replace(open_written(out, base, device=target.device, dtype=dtype), name=target.name)
     if target.inputs.reader is not None:
         model = model.cut_at(target.inputs.reader.max_length)

@@ -36,7 +36,7 @@ from ..report.provenance import data_identity
 from ..runtime.resume import Work, fingerprint
 from ..synthetic.samples import OldModel
 from ..training.neutral import TOLERANCE, Neutral
-from ..types import Events, Sides
+from ..types import FORMATS, Events, Sides
 from .distill import about_others, taught
 from .estimate import check_same_shapes
 from .inputs import about_inputs, conditions_of, open_models, read_change
@@ -242,7 +242,7 @@ def _transfer_config(config: UpgradeConfig, target: Model | None = None) -> Tran
     given = {name: value for name, value in config.values().items() if name in shared}
     writes = target is not None and target.generates is not None
     as_ = config.as_ or ("adapter" if writes else "model")
-    rank = (config.rank or RANK) if as_ == "adapter" else None
+    rank = (config.rank or RANK) if FORMATS[as_].shaped else None
     labels: Any = None if target is None or writes else "source"  # those of the data are reported, and not used
     return TransferConfig(labels=labels, as_=as_, rank=rank, **given)
 
@@ -317,8 +317,7 @@ class _Routes:
 
     def _teach(self, name: str, lessons: Lessons, start: Result | None) -> Result:
         """Teach a student that begins at the port, where that helps, or at the target."""
-        lora = self.asked.rank if self.asked.as_ == "adapter" else None
-        saved, work, events = None, self.lessons.work, self.lessons.events
+        lora, saved, work, events = self.asked.rank, None, self.lessons.work, self.lessons.events
         if work is not None:
             work.make_folder()
             place = work.training_state.with_name(f"{name}.safetensors")

@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ..errors import printable
+from ..types import FORMATS
 from .plots import Figure, Number, is_finite, tracks
 from .record import Record
 from .summary import (
@@ -156,7 +157,7 @@ def _measuring(record: Record) -> str | None:
     out, data, place = record.get("out"), record.get("data", {}), data_reference(record)
     unlabelled = "labels" in data and data["labels"]["agreement"] is None
     whole = data.get("split") == "all"  # calibration has used some of the samples
-    if not out or not place or unlabelled or whole or record.get("as", "model") != "model":
+    if not out or not place or unlabelled or whole or not FORMATS[record.get("as", "model")].whole:
         return None
     return evaluate_command(record, out, place)
 

@@ -22,6 +22,7 @@ from ..config.options import Declared
 from ..config.options import repeat_command as command_of
 from ..errors import TuneportError
 from ..io.sizes import format_bytes
+from ..types import FORMATS
 from .record import Record
 
 SCORE_FORMS = {"accuracy": (".1f", " %"), "bits per character": (".3f", ""), "fidelity": (".3f", "")}
@@ -82,9 +83,7 @@ STATES = {  # what an output is worth, by its outcome
 
 def written_words(record: Record) -> str:
     """What a run has written, and what it is worth."""
-    kinds = {"adapter": f"an adapter of rank {record.get('adapter', {}).get('rank')}", "task-vector": "a task vector"}
-    kind = f"{kinds[record['as']]} for {record['target']['name']}" if record["as"] in kinds else "a model"
-    state = STATES.get(record.get("outcome", ""))
+    kind, state = FORMATS[record["as"]].words.format_map(record), STATES.get(record.get("outcome", ""))
     return f"written to {record['out']}: {kind}{'' if state is None else f'; {state}'}"
 
 
