@@ -115,6 +115,18 @@ def test_the_output_has_the_table_and_the_disagreements(
     assert "exists already" in again.err
 
 
+@pytest.mark.parametrize("kind", ["model", "task-vector"])
+def test_a_file_has_no_report_beside_it(zoo: Zoo, run: Run, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    record = {"out": "here", "as": kind, "decision": "route copy", "chosen": "copy", "routes": [], "data": {}}
+    monkeypatch.setattr("tuneport.pipeline.upgrade.upgrade_to_folder", lambda *_: record)
+    base, tuned, target = zoo.trio("vit")
+    done = run(
+        "upgrade", "--source", base, "--finetuned", tuned, "--target", target, "--data", zoo.data, "--out", "here"
+    )
+    assert done.code == 0, done.err
+    assert ("report: here/report.html" in done.out) == (kind == "model")
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -62,7 +62,8 @@ def upgrade(inputs: options.UpgradeInputs, config: options.UpgradeConfig, json: 
     say(record["decision"], prose=True)
     print_routes(record)
     if out is not None:
-        say(f"report: {Path(out, 'report.html')}; samples to look at: {Path(out, 'disagreements.jsonl')}")
+        if not FORMATS[record["as"]].suffix:
+            say(f"report: {Path(out, 'report.html')}; samples to look at: {Path(out, 'disagreements.jsonl')}")
         print_next(record)
 
 
