@@ -49,7 +49,7 @@ class Events:
     """Listens to a run; this one ignores everything. Override what is of interest."""
 
     def note(self, text: str) -> None:
-        """Take a line for the user that is no error."""
+        """Take a line for the user that is no error; `notes` of a record are those known before anything has run."""
 
     def step(self, name: str, units: float = 0.0, count: int = 0) -> None:
         """A step of the run begins: worth so many units of the plan, if it has any, with so many samples."""

@@ -63,7 +63,7 @@ class LayerRecord:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """The target's task vector, a record per layer, and the tensors that are kept, with reasons."""
+    """What a method answers: the target's task vector, a record per layer, and the tensors kept, with reasons."""
 
     task_vector: TaskVector
     records: tuple[LayerRecord, ...]
@@ -112,7 +112,7 @@ class Method(ABC):
 
     @abstractmethod
     def transfer(self, problem: Problem) -> Transfer:
-        """Move the source's task vector to the target."""
+        """Move the source's task vector to the target: the one step of `tuneport.transfer` in which methods differ."""
 
 
 NOT_RUN = "its layer did not run on the calibration data"
