@@ -42,16 +42,21 @@ _attending = threading.RLock()  # F.linear belongs to the whole process: one thr
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """Context with the model in evaluation mode and without parameter gradients; both are restored on exit."""
-    training = {module: module.training for module in model.modules()}
-    required = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    training = [(module, module.training) for module in model.modules()]
+    required = [
+        (one, one.requires_grad) for part, _ in training for one in part._parameters.values() if one is not None
+    ]
     try:
-        model.eval()
-        model.requires_grad_(False)
+        if any(mode for _, mode in training):  # modules are slow to set
+            model.eval()
+        for parameter, _ in required:
+            parameter.requires_grad_(False)
         yield
     finally:
-        for module, mode in training.items():
-            module.training = mode
-        for parameter, flag in required.items():
+        for module, mode in training:
+            if module.training != mode:
+                module.training = mode
+        for parameter, flag in required:
             parameter.requires_grad_(flag)
 
 
