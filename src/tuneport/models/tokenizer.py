@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -59,7 +60,7 @@ class Encoded:
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """Tokenized texts: the tokenizer's result, the texts as it read them, where each token is, and what was cut."""
+    """Tokenized texts: the module's inputs, the texts as it read them, where each token is, and what was cut."""
 
     found: dict[str, Tensor]
     texts: Sequence[str]
@@ -72,18 +73,17 @@ class _Tokens:
         labels = self.found["input_ids"].masked_fill(self.found["attention_mask"] == 0, IGNORED)
         if answers is None:
             return labels
-        inside, (begins, ends) = torch.zeros_like(labels, dtype=torch.bool), torch.tensor(self.places).unbind(-1)
+        inside, (begins, ends) = np.zeros(labels.shape, dtype=bool), np.moveaxis(np.array(self.places), -1, 0)
         for row, places in enumerate(answers):
             for begin, end in places:
                 inside[row] |= (ends[row] > begin) & (begins[row] < end)
-        return labels.masked_fill(~inside, IGNORED)
+        return labels.masked_fill(~torch.from_numpy(inside), IGNORED)
 
     def characters(self, labels: Tensor, contents: Sequence[Sequence[Place]]) -> tuple[int, ...]:
         """The length of the contents that the labels spell, of each sample; the first token is never predicted."""
-        counts = []
+        counts, all_places, known = [], np.array(self.places), labels.numpy() != IGNORED
         for row, places in enumerate(contents):
-            wanted = torch.tensor(self.places[row])[1:][labels[row, 1:] != IGNORED]
-            count = 0
+            wanted, count = all_places[row, 1:][known[row, 1:]], 0
             for begin, end in places:
                 inside = wanted[(wanted[:, 1] > begin) & (wanted[:, 0] < end)]
                 if len(inside):
@@ -117,7 +117,8 @@ class Reader:
 
     def encode(self, texts: Sequence[Text | Chat]) -> dict[str, Tensor]:
         """The module's inputs for texts, pairs of texts or chats."""
-        return self.texts(texts).inputs
+        chats = bool(texts) and isinstance(texts[0], list)
+        return self.texts(texts).inputs if chats else self._tokenize(cast(Sequence[Text], texts)).found
 
     def texts(self, texts: Sequence[Text | Chat]) -> Encoded:
         """Encode texts, pairs of texts as one sequence, or chats, padded on the right and cut at `longest`."""
@@ -190,11 +191,11 @@ class Reader:
         return replace(encoded, labels=labels, characters=characters)
 
     def _check_answers(self, texts: Sequence[str], labels: Tensor) -> None:
-        lost = next((text for text, row in zip(texts, labels, strict=True) if (row[1:] == IGNORED).all()), None)
-        if lost is not None:
+        empty = (labels[:, 1:] == IGNORED).all(1).tolist()
+        if any(empty):
             raise DataError(
                 f"no token of the target of a sample is left to predict: its text is longer than {self.longest} "
-                f"tokens: {lost[:60]!r}. Raise `max_length`, or shorten or drop it."
+                f"tokens: {texts[empty.index(True)][:60]!r}. Raise `max_length`, or shorten or drop it."
             )
 
     def answers(self, texts: Sequence[Text], targets: Sequence[str]) -> Encoded:
@@ -227,7 +228,7 @@ class Reader:
                 return_offsets_mapping=True,
             )
             places = found.pop("offset_mapping")
-            tensors = {name: torch.tensor(values) for name, values in found.items()}
+            tensors = {name: torch.from_numpy(np.array(found[name])) for name in self.names if name in found}
         parts = [found.sequence_ids(row) for row in range(len(texts))]
         counts = tensors["attention_mask"].sum(1).tolist()
         if 0 in counts:
@@ -252,11 +253,10 @@ class Reader:
 
     def _encoded(self, tokens: _Tokens, pieces: Sequence[str | tuple[str, ...]]) -> Encoded:
         """The inputs and spans of tokenized texts, by the pieces of each and the place of each token in a piece."""
-        inputs = {name: tokens.found[name] for name in self.names if name in tokens.found}
         masks = tokens.found["attention_mask"].tolist()
         rows = [_spans(*row) for row in zip(pieces, tokens.places, tokens.parts, masks, strict=True)]
         text = torch.tensor([[part is not None for part in parts] for parts in tokens.parts])
-        return Encoded(inputs, None, (torch.tensor(rows, dtype=torch.float64),), tokens.cut, inside=text)
+        return Encoded(tokens.found, None, (torch.from_numpy(np.array(rows)),), tokens.cut, inside=text)
 
 
 def _inside(offsets: Sequence[Place], chat: Rendered) -> tuple[Sequence[Place], Parts]:
@@ -264,7 +264,8 @@ def _inside(offsets: Sequence[Place], chat: Rendered) -> tuple[Sequence[Place], 
     found: list[Place] = []
     parts: list[int | None] = []
     for begin, end in offsets:
-        part = next((part for part, (start, stop) in enumerate(chat.contents) if begin < stop and end > start), None)
+        inside = [part for part, (start, stop) in enumerate(chat.contents) if begin < stop and end > start]
+        part = inside[0] if inside else None
         start, stop = (begin, end) if part is None else chat.contents[part]
         zero = begin if part is None else stop - len(chat.said[part])  # the end of a cut content stands in the text
         parts.append(part)
@@ -292,7 +293,7 @@ def _spans(
     gaps = [0.0]
     for piece in [text] if isinstance(text, str) else text:
         starts.append(gaps[-1] + 1.0)
-        measures.append([0.0, *accumulate(BLANK if letter.isspace() else 1.0 for letter in piece)])
+        measures.append([0.0, *accumulate([BLANK if letter.isspace() else 1.0 for letter in piece])])
         gaps.append(starts[-1] + measures[-1][-1])
     spans = [[PADDING, PADDING] for _ in offsets]
     groups: dict[int, list[int]] = {}
