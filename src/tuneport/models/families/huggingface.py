@@ -208,7 +208,7 @@ def _fitting(folder: Path, stored: Checkpoint | None, build: Callable[..., Built
     if missing and is_text and not misshapen:
         # encoders are often stored without the head, or the pooler, that their config.json names
         base: Any = transformers.AutoModel._model_mapping.get(kind.config_class, kind)
-        choices: list[dict[str, Any]] = [{}]
+        choices: list[dict[str, Any]] = [{}] if base is not kind else []
         if "add_pooling_layer" in inspect.signature(base).parameters:
             choices.append({"add_pooling_layer": False})
         built = (build(base, **options) for options in choices)
