@@ -237,7 +237,7 @@ def merge(
         parts = [vector.dense(name) if name in vector else torch.zeros(total.shape(name)) for vector in vectors]
         # one seed for each tensor: the result does not depend on the order in which tensors are read
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + zlib.crc32(name.encode()))
+            torch.default_generator.manual_seed(seed + zlib.crc32(name.encode()))
             return combine(parts, torch.tensor(factors), density)
 
     return TaskVector(LazyMapping(total, merged), lambda name: TensorSpec(total.shape(name), total.dtype(name)))
