@@ -10,6 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,7 @@ def versions() -> dict[str, str]:
     return {name: package_version(name) for name in names} | {"python": platform.python_version()}
 
 
+@cache  # it stays as it was imported
 def package_version(package: str) -> str:
     try:
         return version(package)
