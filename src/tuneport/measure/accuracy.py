@@ -216,14 +216,13 @@ def each_batch(
 ) -> list[T]:
     """What `work` makes of each batch of encoded samples, in order; several processes divide the batches."""
     check_samples(data)
-    starts = range(0, len(data), batch_size)
 
     def one(start: int) -> T:
         part = data.subset(np.arange(start, min(start + batch_size, len(data))))
         [found] = [work(batch) for batch, _ in encode_batches(model, part, batch_size, progress)]
         return found
 
-    return divided(starts, one)
+    return divided(range(0, len(data), batch_size), one)
 
 
 def encode_batches(

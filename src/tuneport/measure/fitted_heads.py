@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from ..data.dataset import Dataset, align_labels, as_numbers, with_prompts
 from ..errors import CheckpointError, DataError, OptionError, first_of
 from ..io.tensors import describe
-from ..models.base import Labelling, Model
+from ..models.base import Batch, Labelling, Model
 from ..models.change import Change, Finetuned, change_of
 from ..models.heads import Head
 from ..models.offload import with_attribute
 from ..models.open import as_classifier, labelling_of
 from ..models.weights import changed, finetuned
+from ..processes import divided
 from ..task_vectors.lora_format import PREFIX, Adapter
 from ..task_vectors.vector import TaskVector
 from ..types import Sides
@@ -204,16 +205,26 @@ def scores_of_labels(data: Dataset, classes: tuple[str, ...]) -> NDArray[np.floa
     return np.eye(len(classes))[align_labels(data, classes).labels]
 
 
-def fit_head(model: Model, module: nn.Module, samples: Samples) -> dict[str, Tensor]:
+def fit_head(model: Model, module: nn.Module, samples: Samples, batches: Sequence[Batch] = ()) -> dict[str, Tensor]:
     """The classification layer that a ridge regression finds on these samples, by live names.
 
     Where the model has its own layer for the classes, the regression also starts from there and fits the difference;
-    the start with the smaller leave-one-out error wins.
+    the start with the smaller leave-one-out error wins. The samples are encoded unless their `batches` are given.
     """
     assert isinstance(samples, DatasetSamples)
+    forward = model.outputs.logits or model.outputs.features
     assert model.classifier is not None
+    assert forward is not None
     data, path, own = samples.chosen, model.classifier.path, model.classifier.own
-    X, Y = _regression(model, _inputs(model, module, path, data, samples.size), data)
+    place, _, name = path.rpartition(".")
+
+    def work(batch: Batch) -> Tensor:
+        return forward(module, batch).double().cpu()
+
+    # what the last layer reads: what the model gives with an identity in its place
+    with with_attribute(module.get_submodule(place), name, nn.Identity()), frozen(module), torch.no_grad():
+        inputs = divided(batches, work) if batches else each_batch(work, model, data, samples.size)
+    X, Y = _regression(model, inputs, data)
     biased = getattr(module.get_submodule(path), "bias", None) is not None
     starts = [(torch.zeros(Y.shape[1], X.shape[1]).double(), torch.zeros(Y.shape[1]).double())]
     if f"{path}.weight" in own:
@@ -255,11 +266,6 @@ def before_port(target: Model, samples: Samples, *, fits: bool) -> Model:
     return target.with_head(fit_head(target, target.module, samples)) if is_bare(target, fits=fits) else target
 
 
-def fitted(target: Model, module: nn.Module, samples: Samples, *, fits: bool) -> AbstractContextManager[None]:
-    """Context in which the head of the target, which `module` is, is fitted on these samples, if `fits` is true."""
-    return changed(module, fit_head(target, module, samples) if fits else {})
-
-
 def measuring(target: Model, samples: Samples) -> AbstractContextManager[None]:
     """Context in which the target has the head that it is measured with, if its samples have scores of the base.
 
@@ -271,15 +277,6 @@ def measuring(target: Model, samples: Samples) -> AbstractContextManager[None]:
         base = replace(samples.dataset, scores=samples.dataset.base_scores)
         head = fit_head(target, target.module, replace(samples, dataset=base))
     return changed(target.module, head)
-
-
-def _inputs(model: Model, module: nn.Module, place: str, data: Dataset, batch_size: int) -> list[Tensor]:
-    """What the last layer reads of each batch: what the model gives with an identity in the layer's place."""
-    forward = model.outputs.logits or model.outputs.features
-    assert forward is not None
-    path, _, name = place.rpartition(".")
-    with with_attribute(module.get_submodule(path), name, nn.Identity()), frozen(module), torch.no_grad():
-        return each_batch(lambda batch: forward(module, batch).double().cpu(), model, data, batch_size)
 
 
 def scores_by(model: Model, change: TaskVector, head: Head, data: Dataset, *, batch_size: int = 32) -> NDArray[Any]:

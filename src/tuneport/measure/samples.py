@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from .objectives import Objective, batch_for
 from .tokens import Coverage, Match, coverage, match_spans, match_tokens
 
 FEWEST = 4  # samples that can be divided into halves
+LOOKED_AT = 8  # samples whose tokens are counted
 
 
 def first_half(count: int) -> int:
@@ -64,6 +67,12 @@ class DatasetSamples:
     def batch_sizes(self) -> list[int]:
         """The number of samples in each batch."""
         return [min(self.size, len(self) - start) for start in range(0, len(self), self.size)]
+
+    @cached_property
+    def tokens(self) -> Sides[float]:
+        """The mean number of tokens of a sample as each model reads it, by a few samples; 1 where it is not known."""
+        some = slice(None, None, max(len(self) // LOOKED_AT, 1))  # they may be in the order of their lengths
+        return Sides(*map(_tokens, self.models, next(self.take(some).encoded())))
 
     @property
     def chosen(self) -> Dataset:
@@ -120,14 +129,16 @@ class DatasetSamples:
 
     def encoded(self) -> Iterator[Sides[Encoded]]:
         """The batches as each model reads them, not yet on its device."""
-        labelled = [self.dataset, self.dataset]
-        if self.heads is not None and self.dataset.labels is not None:
-            labelled = [align_labels(self.dataset, head.classes) for head in self.heads]
+        return map(Sides, self.encoded_for(0), self.encoded_for(1))
+
+    def encoded_for(self, side: int) -> Iterator[Encoded]:
+        """The batches as one of the models reads them: the first (0) or the second (1)."""
+        model, data = self.models[side], self.dataset
+        if self.heads is not None and data.labels is not None:
+            data = align_labels(data, self.heads[side].classes)
         for start in range(0, len(self), self.size):
-            parts = [data.subset(self.indices[start : start + self.size]) for data in labelled]
-            pairs = zip(self.models, parts, strict=True)
-            prompted = ((model, with_prompts(part) if model.inputs.prompted else part) for model, part in pairs)
-            yield Sides(*(self.objective.encode(model, part) for model, part in prompted))
+            part = data.subset(self.indices[start : start + self.size])
+            yield self.objective.encode(model, with_prompts(part) if model.inputs.prompted else part)
 
     def _paired(self, sides: Sides[Encoded]) -> PairedBatch:
         source, target = sides
@@ -149,11 +160,20 @@ class DatasetSamples:
         return PairedBatch(batches[0], batches[1], size, match, rows, part if divides else None)
 
 
+def _tokens(model: Model, encoded: Encoded) -> float:
+    """The mean number of tokens of a sample."""
+    if (mask := encoded.inputs.get("attention_mask")) is not None:
+        return float(mask.sum()) / max(len(mask), 1)
+    layout = model.inputs.layout(encoded.inputs) if model.inputs.layout is not None else None
+    return 1.0 if layout is None else float(layout.prefix + math.prod(layout.grid))
+
+
 @dataclass(frozen=True, eq=False)
 class UserBatches:
     """Batches that the caller gives, which do what `DatasetSamples` do."""
 
     batches: Sequence[Any] = ()
+    tokens = Sides(1.0, 1.0)  # nobody knows
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)

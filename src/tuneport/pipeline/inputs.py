@@ -25,7 +25,7 @@ from ..data.dataset import DEFAULT_SAMPLES, align_labels
 from ..errors import CheckpointError
 from ..measure.accuracy import LEAST, LEVEL, direction, tail
 from ..measure.fitted_heads import labelling_by, renamed_classes, scores_by, take_head, with_heads
-from ..measure.objectives import TokenLoss
+from ..measure.objectives import Batch, TokenLoss, batch_for
 from ..measure.samples import Calibration, DatasetSamples
 from ..measure.signals import frozen
 from ..models.base import Model, ModelLike
@@ -240,15 +240,16 @@ def _losses_of_texts(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The losses of the base and of its fine-tune on each text."""
 
-    def each(place: int) -> Tensor:
-        batches = samples.take_batches(place, place + 1)
-        found = torch.cat([loss.each(source.module, batch.source) for batch in batches]).cpu()
+    batches = [batch_for(source, encoded) for encoded in samples.encoded_for(0)]
+
+    def each(batch: Batch) -> Tensor:
+        found = loss.each(source.module, batch).cpu()
         progress(len(found))
         return found
 
     def losses() -> NDArray[np.float64]:
         with frozen(source.module), torch.no_grad():
-            return torch.cat(divided(range(len(samples.batch_sizes)), each)).numpy()
+            return torch.cat(divided(batches, each)).numpy()
 
     base = losses()
     with finetuned(source, change.vector):

@@ -31,13 +31,13 @@ from torch.nn.utils.rnn import pad_sequence
 from ..data.answers import each_answer, fewer_choices
 from ..data.dataset import UNLABELLED, with_prompts
 from ..measure.capture import PairedBatch
-from ..measure.fitted_heads import fitted
+from ..measure.fitted_heads import fit_head
 from ..measure.objectives import HeadLoss, TokenLoss, batch_for, questions_at_once
 from ..measure.samples import Calibration, DatasetSamples, Measurement, Samples
 from ..measure.signals import frozen
 from ..methods import Transfer
 from ..models.base import Model
-from ..models.weights import Scaled
+from ..models.weights import Scaled, changed
 from ..outputs import Output, Update
 from ..processes import divided
 from ..types import Events, Loss, ScaleRule
@@ -227,8 +227,10 @@ class Judge:
     def batches(self, samples: Samples) -> list[EvalBatch]:
         """What the target is asked about samples."""
         most = self.answers_per_sample
-        if not most or not isinstance(samples, DatasetSamples):
+        if not isinstance(samples, DatasetSamples):
             return [EvalBatch(batch.target if isinstance(batch, PairedBatch) else batch) for batch in samples]
+        if not most:
+            return [EvalBatch(batch_for(samples.models.target, each)) for each in samples.encoded_for(1)]
         found, data, size = [], fewer_choices(samples.chosen, most), questions_at_once(self.target, samples.size, most)
         for start in range(0, len(data), size):
             part = data.subset(np.arange(start, min(start + size, len(data))))
@@ -298,7 +300,9 @@ def choose_on_halves(
         update = Update(judge.target, done.task_vector, fits_head=judge.fits_head)
         with judge.output.scaled(update) as scaled:
             batches, told = judge.batches(other.samples), partial(events.advance, each)
-            score = partial(_score, judge, scaled, maker, batches, scores, told)
+            read = [each.batch[0] for each in judge.batches(maker.samples)] if judge.fits_head else []
+            fit = partial(fit_head, judge.target, scaled.module, maker.samples, read)
+            score = partial(_score, judge, scaled, fit, batches, scores, told)
             for scale in judged:
                 score(scale)
             if not judged:  # the first half says which scales the second judges
@@ -315,19 +319,19 @@ def choose_on_halves(
 def _score(
     judge: Judge,
     scaled: Scaled,
-    maker: Measurement,
+    fit: Callable[[], dict[str, Tensor]],
     batches: Sequence[EvalBatch],
     scores: dict[float, list[Scores]],
     told: Callable[[], None],
     scale: float,
 ) -> float:
-    """Judge a scale on batches, add to `scores`, and return the loss."""
+    """Judge a scale on batches, add to `scores`, and return the loss if scales are searched by it."""
     scaled.set(scale)
-    with fitted(judge.target, scaled.module, maker.samples, fits=judge.fits_head):
+    with changed(scaled.module, fit() if judge.fits_head else {}):
         found = judge.score_batches(scaled.module, batches)
     scores.setdefault(scale, []).extend(found)
     told()
-    return judge.summarize(found).loss
+    return judge.summarize(found).loss if judge.searches else math.nan
 
 
 def is_clear(found: Sequence[Score]) -> bool:

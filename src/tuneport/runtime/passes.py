@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from ..errors import TuneportError
 from ..io.sizes import format_bytes, free_memory
 from ..maps.statistics import CrossCovariance
-from ..measure.samples import DatasetSamples, Measurement
+from ..measure.samples import Measurement
 from ..measure.signals import NEEDS_BACKWARD
 from ..methods import Method, name_of
-from ..models.base import Model
 from ..models.offload import Placement, block_paths, sizes
 from ..pairing import LayerPair, Plan, blocks_of
 from ..processes import from_all
@@ -28,7 +26,6 @@ from ..types import Sides, Signal
 from .forecast import Forecast, NeedsValuesError
 
 SLACK = 0.08  # of a GPU's budget, for its libraries and for errors of the forecast
-LOOKED_AT = 8  # samples whose tokens are counted
 MILLION = 1e6
 COPIES = 3  # sums of a signal that are held while a scale is chosen: of both halves, and of all samples
 
@@ -305,18 +302,14 @@ class Costs:
 
     @classmethod
     def of(cls, measurement: Measurement) -> Costs:
-        """The costs of a measurement; samples without a known number of tokens count as one token each."""
-        samples, tokens = measurement.samples, [1.0, 1.0]
-        if isinstance(samples, DatasetSamples):
-            some = slice(None, None, max(len(samples) // LOOKED_AT, 1))  # they may be in the order of their lengths
-            batch = next(iter(samples.take(some)))
-            tokens = [_tokens(*each) for each in zip(measurement.models, (batch.source, batch.target), strict=True)]
+        """The costs of a measurement."""
+        tokens = measurement.samples.tokens
         products = [
             sum(layer.in_features * layer.out_features for layer in model.architecture.layers)
             for model in measurement.models
         ]
         answer = Sides(*(2 * count * size / MILLION for count, size in zip(tokens, products, strict=True)))
-        return cls(answer, tokens[1], measurement.signals)
+        return cls(answer, tokens.target, measurement.signals)
 
     def measure(self, pairs: Sequence[LayerPair]) -> float:
         """Of one sample, for some pairs of layers: both models forward and back, and the sums."""
@@ -327,14 +320,3 @@ class Costs:
         """Of all maps of some pairs: half a Gram matrix, its eigenvectors, and the other side's vectors."""
         widths = (sorted(pair.widths(signal)) for pair in pairs for signal in pair.wanted(self.signals))
         return sum(2 * (3 * n * n * m + 9 * n**3) for n, m in widths) / MILLION
-
-
-def _tokens(model: Model, batch: Any) -> float:
-    """The mean number of tokens of a sample."""
-    inputs = batch[0] if isinstance(batch, (tuple, list)) else None
-    if not isinstance(inputs, dict):
-        return 1.0
-    if "attention_mask" in inputs:
-        return float(inputs["attention_mask"].sum()) / max(len(inputs["attention_mask"]), 1)
-    layout = model.inputs.layout(inputs) if model.inputs.layout is not None else None
-    return 1.0 if layout is None else float(layout.prefix + math.prod(layout.grid))
