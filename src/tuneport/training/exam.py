@@ -119,7 +119,7 @@ class Exam:
 
         def view(copy: int, part: Tensor) -> Sides[Encoded]:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(exam.seed * 1_000_003 + copy * count + int(part[0]))
+                torch.default_generator.manual_seed(exam.seed * 1_000_003 + copy * count + int(part[0]))
                 return exam.view(part.numpy(), copy)
 
         yield from (([*map(len, part)], partial(exam.plain, torch.cat(part).numpy())) for part in rows)
