@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from builders.commands import Run, assert_refused, options
 from builders.folders import Zoo
 from builders.numbers_format import NUMBERS, NumbersOutput
+from tuneport.task_vectors.vector import TaskVector, load_task_vector
 from tuneport.types import FORMATS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers
@@ -60,8 +62,13 @@ class TestNewFormat:
         assert run(*words, same).code == 0
         done = run(*words, out, "--as", "numbers")
         assert done.code == 0, done.err
-        scores = [run("evaluate", place, "--data", zoo.data, "--json").json["accuracy"] for place in (out, same)]
-        assert scores[0] == scores[1]
+        stated = NumbersOutput().stated(out)
+        assert stated is not None
+        vector, wanted = stated[0], load_task_vector(same)
+        assert isinstance(vector, TaskVector)
+        assert set(vector) == set(wanted)
+        assert all(torch.equal(vector.dense(name), wanted.dense(name)) for name in wanted)
+        assert any(wanted.dense(name).any() for name in wanted)
 
     def test_wrong_words_are_refused_before_any_work(self, run: Run, zoo: Zoo, tmp_path: Path) -> None:
         words = ["transfer", *options(zoo, "vit"), "--out", tmp_path / "change.txt", "--as"]
