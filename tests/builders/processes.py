@@ -31,8 +31,12 @@ FORKS.set_forkserver_preload(
         "scipy.stats",
         "sklearn.linear_model",
         "transformers.models.bert.modeling_bert",
+        "transformers.models.clip.image_processing_pil_clip",
         "transformers.models.clip.modeling_clip",
         "transformers.models.llama.modeling_llama",
+        "transformers.models.t5.modeling_t5",
+        "transformers.models.vit.modeling_vit",
+        "builders.parsers",
     ]
 )
 
