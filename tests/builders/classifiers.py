@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +51,26 @@ def classifier_of(base: Any, seed: int = 3, **more: Any) -> Any:
 
 def write_classifier(folder: Path, target: Any = None) -> tuple[Path, Path, Path, Path]:
     """The folders of a bare source, its fine-tuned classifier and a bare target, and unlabelled sentences."""
+    files = _files()
+    torch.manual_seed(SMALL.seed)  # what is drawn after this does not depend on whether the files were there
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    if target is not None:
+        write(folder / "target", target)
+    return folder / "source", folder / "tuned", folder / "target", folder / "rows.jsonl"
+
+
+@cache
+def _files() -> Mapping[str, bytes]:
+    """The content of the files by name, made once."""
     tokenizer, base = bert_tokenizer(), bert("BertModel", SMALL)
-    write(folder / "source", base, tokenizer)
-    write(folder / "tuned", classifier_of(base), tokenizer)
-    write(folder / "target", target or bert("BertModel", WIDER), tokenizer)
     rows = [{"text": f"{one}, {two}"} for one in SENTENCES for two in SENTENCES[:4]]
-    return folder / "source", folder / "tuned", folder / "target", write_rows(folder / "rows.jsonl", rows)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write(folder / "source", base, tokenizer)
+        write(folder / "tuned", classifier_of(base), tokenizer)
+        write(folder / "target", bert("BertModel", WIDER), tokenizer)
+        write_rows(folder / "rows.jsonl", rows)
+        found = [path for path in folder.rglob("*") if path.is_file()]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in found}
