@@ -23,7 +23,9 @@ from tuneport.fleet.run import LOOPBACK, start_ray
 from tuneport.fleet.summary import Fleet
 from tuneport.pipeline.upgrade import upgrade_to_folder
 
-BROKEN, KILLED = "a5", "a3"
+COUNT = 4
+NAMES = tuple(f"a{number}" for number in range(COUNT))
+BROKEN, KILLED = "a2", "a1"
 
 
 def left(folder: Path) -> list[str]:
@@ -32,11 +34,11 @@ def left(folder: Path) -> list[str]:
 
 
 def check_all(zoo: Zoo, root: Path, first: AbstractContextManager[Any], **how: Any) -> None:
-    """Eight adapters, one broken, one worker killed: seven are written; the second start does what is missing.
+    """Four adapters, one broken, one worker killed: three are written; the second start does what is missing.
 
     `first` is the context of the first start.
     """
-    listed, out = write_fleet(zoo, root / "fleet", 8), root / "out"
+    listed, out = write_fleet(zoo, root / "fleet", COUNT), root / "out"
     shutil.copytree(listed.parent / BROKEN, root / "whole")
     break_adapter(listed.parent / BROKEN)
     with first, killed_worker(out / KILLED) as killed:
@@ -49,16 +51,16 @@ def check_all(zoo: Zoo, root: Path, first: AbstractContextManager[Any], **how: A
     stamps = {path: path.stat().st_mtime_ns for path in out.glob("a*/*")}
     again = upgrade_all(listed, out, **how, **common(zoo, listed))
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
-    assert again.count("written") == 8
+    assert again.count("written") == COUNT
     assert [row.out for row in again.rows if not row.earlier] == [str(out / BROKEN)]
-    assert left(out) == [*(f"a{number}" for number in range(8)), "summary.html", "summary.json"]
+    assert left(out) == [*NAMES, "summary.html", "summary.json"]
 
 
 def check_first(found: Fleet, out: Path) -> None:
-    assert found.headline == "7 written, 1 failed"
+    assert found.headline == "3 written, 1 failed"
     assert found.rows[0].out == str(out / BROKEN)
     assert "adapter_model.safetensors" in found.rows[0].note
-    names = [f"a{number}" for number in range(8) if f"a{number}" != BROKEN]
+    names = [name for name in NAMES if name != BROKEN]
     assert left(out) == [*names, "summary.html", "summary.json"]
     for name in names:
         record = json.loads((out / name / "tuneport.json").read_text())
@@ -66,7 +68,7 @@ def check_first(found: Fleet, out: Path) -> None:
         with safe_open(out / name / "model.safetensors", "np") as stored:
             assert list(stored.keys())
     table = json.loads((out / "summary.json").read_text())
-    assert (table["written"], table["failed"]) == (7, 1)
+    assert (table["written"], table["failed"]) == (3, 1)
     assert table["rows"][0]["name"] == BROKEN
     assert BROKEN in (out / "summary.html").read_text()
 
@@ -75,10 +77,10 @@ def check_as_alone(zoo: Zoo, listed: Path, root: Path, out: Path) -> None:
     """What a worker writes with models that are open already is what one upgrade writes, to the byte."""
     given = common(zoo, listed)
     config = UpgradeConfig.of(routes=given.pop("routes"))
-    inputs = TransferInputs(finetuned=(str(listed.parent / "a7"),), out=str(root / "alone"), **given)
+    inputs = TransferInputs(finetuned=(str(listed.parent / NAMES[-1]),), out=str(root / "alone"), **given)
     record = upgrade_to_folder(inputs, config)
     assert record["chosen"] == "copy"
-    assert (root / "alone" / "model.safetensors").read_bytes() == (out / "a7" / "model.safetensors").read_bytes()
+    assert (root / "alone" / "model.safetensors").read_bytes() == (out / NAMES[-1] / "model.safetensors").read_bytes()
 
 
 @contextmanager
