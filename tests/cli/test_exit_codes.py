@@ -106,11 +106,13 @@ class TestExitCodes:
         assert (done.code, done.warnings) == (130, "interrupted; no partial output remains\n")
         assert list(place.iterdir()) == []
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-    @pytest.mark.parametrize("moment", ["measuring", "writing"])
+    @pytest.mark.parametrize(
+        ("moment", "number"),
+        [("measuring", signal.SIGINT), ("writing", signal.SIGTERM), ("measuring", signal.SIGHUP)],
+    )
     def test_signals(self, zoo: Zoo, place: Path, moment: str, number: signal.Signals) -> None:
-        """A real signal to a real process, which waits for it in the middle of its work."""
-        words = ["transfer", "--scale=1", *options(zoo), "--batch-size", "4", "--save-every", "0"]
+        """A real signal to a real process, in the middle of its work: each signal once, and each moment."""
+        words = ["transfer", "--scale=1", *options(zoo, samples=12), "--batch-size", "4", "--save-every", "0"]
         done = self.signalled(moment, [number], *words, "--out", str(place / "out"))
         kept = "note: what was measured is kept; the same call with --resume continues from it\n"
         assert done.warnings == kept + "interrupted; no partial output remains\n"
