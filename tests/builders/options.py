@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import typer
@@ -73,6 +74,7 @@ def other_options(config: type[Config], name: str) -> dict[str, Any]:
     return {**more, name: other_value(name, defaults[name])}
 
 
+@cache
 def application(config: type[Config]) -> tuple[typer.Typer, list[Any]]:
     """A program with a transfer that takes this config, and the list of what it was called with."""
     app, calls = typer.Typer(), []
@@ -88,6 +90,7 @@ def application(config: type[Config]) -> tuple[typer.Typer, list[Any]]:
 def read_words(config: type[Config], words: Sequence[str]) -> tuple[TransferInputs, Config, bool]:
     """The inputs, the options and `json` that a command line reads out of these words."""
     app, calls = application(config)
+    calls.clear()
     done = CliRunner().invoke(app, list(words))
     assert done.exit_code == 0, (words, done.output, done.exception)
     (call,) = calls
