@@ -19,6 +19,7 @@ from tuneport import upgrade
 from tuneport.cli.commands import print_routes
 from tuneport.config import UpgradeConfig
 from tuneport.errors import DataError, OptionError, TuneportError
+from tuneport.pipeline.upgrade import Upgrade
 from tuneport.report.summary import repeat_command
 
 COUNT = 160  # own samples, of which 40 judge
@@ -60,9 +61,14 @@ def images(tuned: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_copy_to_the_same_base_agrees_and_ends_the_search(zoo: Zoo, tuned: Path, images: Path) -> None:
-    found = upgrade(zoo["vit-base"], tuned, zoo["vit-base"], images)
-    rows = {row.name: row for row in found.routes}
+@pytest.fixture(scope="module")
+def copied(zoo: Zoo, tuned: Path, images: Path) -> Upgrade:
+    """The fine-tune, copied to its own base."""
+    return upgrade(zoo["vit-base"], tuned, zoo["vit-base"], images)
+
+
+def test_a_copy_to_the_same_base_agrees_and_ends_the_search(copied: Upgrade) -> None:
+    found, rows = copied, {row.name: row for row in copied.routes}
     assert list(rows) == ["old", "target", "copy", "port", "distill", "synthetic"]
     assert rows["copy"].agreement == 100.0
     assert rows["target"].agreement < 90
@@ -72,16 +78,15 @@ def test_a_copy_to_the_same_base_agrees_and_ends_the_search(zoo: Zoo, tuned: Pat
     assert "route copy" in found.decision
 
 
-def test_the_flips_are_those_of_plain_transformers(zoo: Zoo, tuned: Path, images: Path) -> None:
+def test_the_flips_are_those_of_plain_transformers(zoo: Zoo, tuned: Path, images: Path, copied: Upgrade) -> None:
     """The target keeps its own head: its row is what transformers says of the held-out samples."""
-    found = upgrade(zoo["vit-base"], tuned, zoo["vit-base"], images, routes="copy")
-    held_out = found.result.record["data"]["indices"][: round(0.25 * COUNT)]  # type: ignore[union-attr]
+    held_out = copied.result.record["data"]["indices"][: round(0.25 * COUNT)]  # type: ignore[union-attr]
     stored = np.load(images)
     pixels, labels = stored["x_train"][held_out], torch.from_numpy(stored["y_train"][held_out])
     classes = list(load(zoo["vit-base"]).config.id2label.values())
     places = torch.tensor([classes.index(name) for name in stored["classes"][labels]])
     old, new = answers(tuned, pixels), answers(zoo["vit-base"], pixels)
-    rows = {row.name: row for row in found.routes}
+    rows = {row.name: row for row in copied.routes}
     assert rows["target"].agreement == pytest.approx(100 * float((old == new).double().mean()), abs=1e-3)
     assert rows["old"].score == pytest.approx(100 * float((old == places).double().mean()))
     assert rows["target"].flips == int(((old == places) & (new != places)).sum())
