@@ -27,12 +27,17 @@ def answered(module: nn.Module, layer: str, counts: Counter[str], name: str) -> 
 
 
 class TestPlan:
-    # with a zero-shot head, with one that is fitted, and the same of a target without one for these classes
-    @pytest.mark.parametrize(("family", "bare"), [("clip_vision", False), ("vit", False), ("vit", True)])
-    @pytest.mark.parametrize("scale", [None, 0.5])
+    @pytest.mark.parametrize(
+        ("family", "bare", "scale"),
+        [("clip_vision", False, None), ("vit", False, None), ("vit", True, None), ("vit", True, 0.5)],
+    )
     def test_the_passes_are_those_of_the_transfer(
         self, zoo: Zoo, tmp_path: Path, family: str, bare: bool, scale: float | None
     ) -> None:
+        """With a zero-shot head, with one that is fitted, and the same of a target without one for these classes.
+
+        A number as the scale leaves out the judging alone, whatever the head is.
+        """
         source, tuned, target = zoo.trio(family)
         if bare:
             target = Path(shutil.copytree(target, tmp_path / "bare"))
@@ -63,8 +68,8 @@ class TestPlan:
 class TestStatistics:
     """The bytes in a plan are those of the statistics that are measured."""
 
-    @pytest.mark.parametrize("family", ["vit", "siglip_vision"])  # the latter has layers that do not share a sum
-    @pytest.mark.parametrize("limit", [1, 4, None])
+    # each limit once, and each family; the latter has layers that do not share a sum
+    @pytest.mark.parametrize(("family", "limit"), [("vit", 1), ("siglip_vision", 4), ("siglip_vision", None)])
     def test_bytes_are_those_of_the_sums(
         self, zoo: Zoo, family: str, limit: int | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
