@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from builders.commands import Run, assert_refused, options
+from builders.commands import Run, assert_refused
 from builders.folders import Zoo, write_data
 from tuneport.measure.accuracy import Evaluation
 
@@ -67,10 +67,6 @@ class TestEvaluate:
         assert done.json["accuracy"] > 60, "the classes differ in colour"
         assert run(*common, "--samples", "12", "--seed", "1").json["samples"] == 30
 
-    def test_a_transferred_model(self, run: Run, zoo: Zoo, place: Path) -> None:
-        assert run("transfer", "--scale=1", *options(zoo), "--out", place / "out").code == 0
-        assert run("evaluate", place / "out", "--data", zoo.data, "--json").code == 0
-
     def test_bad_input(self, run: Run, zoo: Zoo, tmp_path: Path) -> None:
         model, data = zoo["clip_vision-base"], zoo.data
         (tmp_path / "texts.csv").write_text("text,label\nhello,cat\nbye,dog\n")
@@ -90,14 +86,6 @@ class TestEvaluate:
         assert_refused(none, 2, "--samples must be at least 1, got 0")
         unknown = run("evaluate", model, "--data", data, "--protocol", "zeroshot")
         assert_refused(unknown, 2, "unknown protocol 'zeroshot'", "Did you mean")
-
-
-def test_a_transfer_records_what_evaluate_finds(run: Run, zoo: Zoo, place: Path) -> None:
-    out = place / "checked"
-    found = run("transfer", "--scale=1", *options(zoo, out=out), "--evaluate", "--json").json["evaluation"]
-    after = run("evaluate", out, "--data", zoo.data, "--json").json
-    before = run("evaluate", zoo["clip_vision-target"], "--data", zoo.data, "--json").json
-    assert (found["before"], found["after"]) == (before["accuracy"], after["accuracy"])
 
 
 def test_accuracy_needs_data(run: Run, zoo: Zoo, place: Path) -> None:

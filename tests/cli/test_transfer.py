@@ -150,12 +150,6 @@ def test_the_next_line_can_be_pasted(run: Run, zoo: Zoo, place: Path) -> None:
     assert not list(place.glob("*INJECTED")) + list(place.glob("TOO"))
 
 
-def test_an_adapter_can_be_loaded_by_the_next_line(run: Run, zoo: Zoo, place: Path) -> None:
-    done = run("transfer", "--scale=1", *options(zoo, rank=2), "--as", "adapter", "--out", place / 'a"b')
-    assert done.code == 0, done.err
-    assert shlex.split(done.out.splitlines()[-1].removeprefix("next: ")) == ["python", str(place / 'a"b' / "load.py")]
-
-
 class TestSpace:
     """Too little space on the disk is noticed before anything is measured."""
 
