@@ -16,7 +16,7 @@ from tuneport.training.distill import _Run
 def options(zoo: Zoo, *more: Any) -> list[Any]:
     names = {"--source": "base", "--finetuned": "tuned", "--target": "target"}
     models = [word for name, part in names.items() for word in (name, zoo[f"clip_vision-{part}"])]
-    return ["transfer", *models, "--data", zoo.data, "--samples", 16, "--distill", 4, *more]
+    return ["transfer", *models, "--data", zoo.data, "--samples", 16, "--scale", 1, "--distill", 4, *more]
 
 
 def alone(zoo: Zoo, *more: Any) -> list[Any]:
