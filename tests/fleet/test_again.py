@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -53,9 +54,16 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Here:
     return worker
 
 
+@pytest.fixture(scope="module")
+def made(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two adapters and their samples; read only."""
+    return write_fleet(zoo, tmp_path_factory.mktemp("made") / "fleet", 2).parent
+
+
 @pytest.fixture
-def listed(zoo: Zoo, tmp_path: Path) -> Path:
-    return write_fleet(zoo, tmp_path / "fleet", 2)
+def listed(made: Path, tmp_path: Path) -> Path:
+    folder = Path(shutil.copytree(made, tmp_path / "fleet"))
+    return write_list(folder / "list.jsonl", [{"finetuned": str(folder / f"a{number}")} for number in range(2)])
 
 
 def as_words(options: dict[str, str]) -> list[str]:
