@@ -50,24 +50,13 @@ def server() -> Iterator[Server]:
         yield found
 
 
-def test_prompts_without_answers_are_enough(run: Run, animals: Animals, place: Path) -> None:
-    """One text per line; the student, which plain transformers loads, writes what the teacher writes, and ends."""
-    (place / "texts.txt").write_text("".join(f"{text}\n" for text in TEXTS), encoding="utf-8")
-    words = lesson(animals, place / "out", "--steps", 80, "--learning-rate", 0.01, data=place / "texts.txt")
-    done = run(*words, "--json")
-    assert done.code == 0, done.err
-    entry = done.json["distilled"]
-    assert 0 < entry["views"] <= 4 * entry["samples"]
-    assert (entry["matching"], entry["samples"], entry["held_out"], entry["extra"]) == ("answers", 50, 10, 0)
-    assert writes(place / "out", *PROMPTS[::9]) == [(answer, True) for answer in ANSWERS[::9]]
-    assert writes(animals.target, PROMPTS[0])[0][0] != ANSWERS[0]
-
-
 def test_answers_of_the_data_are_taught_beside_those_of_the_teacher(run: Run, animals: Animals, place: Path) -> None:
     rows = [{"text": text, "target": "quack"} for text in TEXTS[:20]]
     data = write_rows(place / "rows.jsonl", rows)
     words = lesson(animals, place / "out", "--steps", 1, "--json", data=data)
     alone = run(*words).json["distilled"]
+    assert (alone["matching"], alone["extra"]) == ("answers", 0)
+    assert 0 < alone["views"] <= 4 * alone["samples"]
     both = run(*words, "--labels", "data", "--overwrite").json["distilled"]
     assert (alone["samples"], alone["held_out"], alone["again"]) == (20, 20, 1)
     assert (both["samples"], both["held_out"], both["again"]) == (40, 40, 1)
@@ -141,8 +130,11 @@ class TestWritten:
 
 
 class TestExtra:
-    def test_prompts_take_the_form_of_the_own_ones(self, run: Run, animals: Animals, place: Path) -> None:
-        """The extra texts are asked as the own ones, and the student learns what the teacher says to them."""
+    def test_prompts_without_answers_are_enough(self, run: Run, animals: Animals, place: Path) -> None:
+        """The extra texts are asked as the own ones, and the student learns what the teacher says to them.
+
+        Plain transformers loads it; it writes what the teacher writes, and ends.
+        """
         own, more = (place / name for name in ("own.txt", "extra.txt"))
         own.write_text("\n".join(TEXTS[:10]))
         more.write_text("\n".join(TEXTS[10:]))
@@ -152,7 +144,9 @@ class TestExtra:
         entry = done.json["distilled"]
         assert (entry["samples"], entry["held_out"], entry["extra"]) == (10, 10, 50)
         assert done.json["extra"]["name"] == "extra"
-        assert writes(place / "out", PROMPTS[-1]) == [(ANSWERS[-1], True)]
+        asked = slice(None, None, -12)
+        assert writes(place / "out", *PROMPTS[asked]) == [(answer, True) for answer in ANSWERS[asked]]
+        assert writes(animals.target, PROMPTS[-1])[0][0] != ANSWERS[-1]
 
     def test_images(self, run: Run, zoo: Zoo, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """They take more steps, unless the steps are given."""
