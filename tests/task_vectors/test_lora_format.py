@@ -104,8 +104,10 @@ CASES: dict[str, tuple[Any, Any, Any, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["bico", "theseus", "naive"])
-@pytest.mark.parametrize("family", CASES)
+# Each family once and each method once: methods see tensors, and families know no method.
+@pytest.mark.parametrize(
+    ("family", "method"), [("clip", "theseus"), ("llama", "naive"), ("t5", "bico"), ("gpt2", "bico")]
+)
 def test_lora_is_transferred_as_a_lora(
     family: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
