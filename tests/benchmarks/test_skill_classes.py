@@ -6,8 +6,6 @@ import gzip
 import json
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,15 @@ from benchmarks.skill.place import Place
 from builders.classifiers import WIDER, bert
 from builders.folders import CLASSES, LARGE, build, images, perturb, write_head
 from builders.folders import SMALL as SMALL_TOWER
+from builders.processes import run_program
 from builders.texts import SENTENCES, SMALL, bert_tokenizer, write
+
+# the processes of the tests start with tuneport imported
+FORGET = """
+import sys
+for name in [name for name in sys.modules if name.split(".")[0] in ("tuneport", "benchmarks")]:
+    del sys.modules[name]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +162,8 @@ def test_half_of_the_images_are_mirrored_if_any() -> None:
 
 def test_scores_do_not_need_tuneport() -> None:
     names = ", ".join(f"benchmarks.skill.{name}" for name in ("towers", "classifiers", "models"))
-    code = f"import sys, {names}; assert not [x for x in sys.modules if x.startswith('tuneport')]"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run_program(f"{FORGET}import {names}\nassert not [x for x in sys.modules if x.startswith('tuneport')]")
+    assert done.code == 0, done.err
 
 
 def test_what_is_not_there_is_said(place: Place, tmp_path: Path) -> None:
