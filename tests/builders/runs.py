@@ -22,6 +22,7 @@ from tuneport.pipeline.estimate import describe
 from tuneport.pipeline.run import write_run
 from tuneport.pipeline.solve import measure, problem_of
 from tuneport.pipeline.transfer import Result
+from tuneport.runtime.forecast import Forecast
 from tuneport.runtime.passes import Passes, passes_of, plan_passes
 from tuneport.runtime.resume import Work
 from tuneport.task_vectors.vector import TaskVector
@@ -192,10 +193,12 @@ def expected(case: Case, method: str | Method | None = None, *, tested: int = 0,
     return describe(case.setup, case.config, tested=tested)
 
 
-def planned(case: Case, budget: int | None, *, method: str | Method | None = None) -> Passes:
-    """How a prepared transfer is divided within a budget, whatever its options say."""
+def planned(
+    case: Case, budget: int | None, *, method: str | Method | None = None, forecast: Forecast | None = None
+) -> Passes:
+    """How a prepared transfer is divided within a budget, whatever its options say; a forecast can serve several."""
     case = case if method is None else case.using(method=method)
-    return plan_passes(case.measurement, case.task_vector, get_method(case.config.method), budget)
+    return plan_passes(case.measurement, case.task_vector, get_method(case.config.method), budget, forecast)
 
 
 def passes_for(case: Case, **options: Any) -> Passes | None:
