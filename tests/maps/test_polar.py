@@ -278,9 +278,11 @@ def single_ones(rows: int, columns: int) -> tuple[list[Tensor], list[tuple[Polar
     return problems, [(each, complete(each).dense()) for each in alone]
 
 
-@pytest.mark.parametrize("leaf", [25, 1024])  # inverses by halves and at once
-@pytest.mark.parametrize("few", [0, 100])
-@pytest.mark.parametrize("fill", [False, True])
+# Each setting with each of the others: inverses by halves (of 25) and at once, by the two routes, filled and not.
+SETTINGS = [(False, 25, 0), (True, 25, 100), (True, 1024, 0), (False, 1024, 100)]
+
+
+@pytest.mark.parametrize(("fill", "leaf", "few"), SETTINGS)
 @pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (220, 250)])
 def test_batched_polar_factors_equal_single_ones(
     rows: int, columns: int, fill: bool, leaf: int, few: int, monkeypatch: pytest.MonkeyPatch
