@@ -45,6 +45,7 @@ from tuneport.pipeline.plan import NO_PARAMETER
 from tuneport.pipeline.transfer import Result, transfer
 from tuneport.task_vectors.vector import TaskVector
 
+ONE_ARCHITECTURE = {"gradfix", "gradfix_mean", "transfusion"}  # the methods that serve no other pair
 CROSSINGS = [
     *((family, family) for family in FAMILIES),
     ("vit", "dinov2"),
@@ -99,7 +100,7 @@ class TestEveryCrossing:
         assert torch.equal(outputs(result.target.module, result.target), before), "the target itself is untouched"
 
 
-@pytest.mark.parametrize("family", ["clip_vision", "vit", "siglip"])
+@pytest.mark.parametrize("family", ["vit", "siglip"])
 def test_a_float16_target_stays_float16_and_apply_is_exact(zoo: Zoo, tmp_path: Path, family: str) -> None:
     result = cross(zoo, family, family, "target16")
     result.save(tmp_path / "out")
@@ -137,8 +138,7 @@ def test_class_logits_of_one_label_set_are_not_aligned(zoo: Zoo, tmp_path: Path)
         assert result.task_vector.shape("classifier.weight") == (3, 48), "DINOv2 classifies two tokens side by side"
 
 
-@pytest.mark.parametrize("method", ["bico", "theseus"])
-@pytest.mark.parametrize("head_fit", ["auto", "none"])
+@pytest.mark.parametrize(("method", "head_fit"), [("bico", "auto"), ("theseus", "none")])
 def test_a_head_for_other_classes_is_never_moved(zoo: Zoo, tmp_path: Path, method: str, head_fit: str) -> None:
     folder = Path(shutil.copytree(zoo["vit-target"], tmp_path / "more"))
     edit_json(folder / "config.json", id2label={str(i): c for i, c in enumerate((*CLASSES, "emu"))}, label2id=None)
@@ -186,16 +186,19 @@ class TestMethods:
         with pytest.raises(DataError, match="has no labels"):
             transfer(*trio, tmp_path / "unlabelled.npz", scale=1, samples=SAMPLES)
 
-    @pytest.mark.parametrize("method", sorted(METHODS.keys() - {"gradfix", "gradfix_mean", "transfusion"}))
+    @pytest.mark.parametrize("method", sorted(METHODS.keys() - ONE_ARCHITECTURE))
     def test_every_method_across_shapes(self, zoo: Zoo, method: str) -> None:
         result = cross(zoo, "vit", "vit", method=method)
         assert result.record["method"] == method
         assert len(result.task_vector) >= 20
+        assert result.records
+        assert result.task_vector.norm() > 0
 
-    @pytest.mark.parametrize("method", sorted(METHODS))
-    def test_every_method_between_twins(self, zoo: Zoo, method: str) -> None:
+    @pytest.mark.parametrize("method", sorted(ONE_ARCHITECTURE))
+    def test_the_other_methods_between_twins(self, zoo: Zoo, method: str) -> None:
         base, tuned = zoo["clip_vision-base"], zoo["clip_vision-tuned"]
         result = transfer(base, tuned, base, zoo.data, method=method, scale=1, samples=SAMPLES)
+        assert result.record["method"] == method
         assert result.records
         assert result.task_vector.norm() > 0
 
