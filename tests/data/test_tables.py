@@ -6,14 +6,13 @@ import csv
 import gzip
 import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from builders.processes import run_program
 from builders.samples import image_folder, jsonl, picture, png, raises
 from tuneport.data.formats import read_plain
 
@@ -211,14 +210,24 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_plain(tmp_path, "train")
 
 
+READ_FROM_HOME = """
+import os, sys, tempfile
+assert "datasets" not in sys.modules  # it looks for its folders when it is imported
+_, home, saved = sys.argv
+os.environ.update(dict.fromkeys(("HOME", "HF_HOME", "XDG_CACHE_HOME", "TMPDIR"), home))
+tempfile.tempdir = None
+from tuneport.data import read_data
+assert len(read_data(saved, "train")) == 1
+"""
+
+
 def test_reading_a_saved_dataset_writes_no_cache(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["a"], "label": [0]}).save_to_disk(tmp_path / "set")
-    code = f"from tuneport.data import read_data; assert len(read_data({str(tmp_path / 'set')!r}, 'train')) == 1"
     home = tmp_path / "home"
     home.mkdir()
-    places = {name: str(home) for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME", "TMPDIR")}
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, **places})
+    done = run_program(READ_FROM_HOME, str(home), str(tmp_path / "set"))
+    assert done.code == 0, done.err
     assert [path for path in home.rglob("*") if path.is_file()] == []
 
 
