@@ -51,8 +51,8 @@ def test_accuracy(agree: Callable[..., Any], tmp_path: Path, as_: str) -> None:
     assert len({each["accuracy"] for each in found.values()}) > 1
 
 
-@pytest.mark.parametrize("as_", ["model", "adapter"])
-@pytest.mark.parametrize("method", ["theseus", "bico"])
+# What is asked and what is written do not meet in the code: each of both once.
+@pytest.mark.parametrize(("method", "as_"), [("theseus", "model"), ("bico", "adapter")])
 def test_fidelity(run: Run, tmp_path: Path, as_: str, method: str) -> None:
     """Of texts, or of pairs of texts: BiCo needs pairs to have a gradient."""
     texts: list[dict[str, Any]] = [{"text": text} for text in TEXTS]

@@ -47,8 +47,8 @@ def cosines(model: plain.Plain, head: Path, pixels: Any) -> tuple[plain.Rows, li
     return plain.cosines(features, rows), names
 
 
-@pytest.mark.parametrize("as_", ["model", "adapter"])
-@pytest.mark.parametrize("family", ["clip_vision", "clip"])
+# What is asked and what is written do not meet in the code: each of both once.
+@pytest.mark.parametrize(("family", "as_"), [("clip_vision", "adapter"), ("clip", "model")])
 def test_accuracy(agree: Callable[..., Any], zoo: Zoo, tmp_path: Path, family: str, as_: str) -> None:
     models = dict(zip(("source", "finetuned", "target"), zoo.trio(family), strict=True))
     kind = "CLIPModel" if family == "clip" else "CLIPVisionModelWithProjection"
