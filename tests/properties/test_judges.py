@@ -33,7 +33,7 @@ COUNT = 8
 HELD_OUT = 4  # of the first student of a distillation: the last of the draw; the others are of the second
 OPTIONS: dict[str, Any] = {"samples": COUNT, "scale": 1.0, "accept_unlikely": True}
 quick = settings(
-    max_examples=10,
+    max_examples=5,
     deadline=None,
     phases=[Phase.explicit, Phase.generate],  # an example takes 0.2 s
 )

@@ -29,7 +29,7 @@ from tuneport.data.dataset import Dataset
 BOUND = 1e-5
 COUNT = 8
 OPTIONS: dict[str, Any] = {"samples": COUNT, "scale": 1.0, "dtype": "float64", "accept_unlikely": True}
-quick = settings(max_examples=10, deadline=None, phases=[Phase.explicit, Phase.generate])  # an example takes 0.2 s
+quick = settings(max_examples=5, deadline=None, phases=[Phase.explicit, Phase.generate])  # an example takes 0.2 s
 Known = tuple[Case, Any, dict[str, Tensor]]  # a transfer, its data and what it moves
 
 
