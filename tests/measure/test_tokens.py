@@ -71,16 +71,13 @@ def test_overlap_rows_sum_to_one(texts: list[Any], names: tuple[str, str]) -> No
     assert torch.all(lonely[padding])
     assert torch.all(found.sum(-2)[source[..., 0] < 0] == 0)  # padding of the source covers nothing
     # by definition: characters in common
-    for row in range(len(texts)):
-        for at in range(target.shape[1]):
-            begin, end = target[row, at].tolist()
-            common = [
-                max(0.0, min(e, end) - max(b, begin)) if b >= 0 and begin >= 0 else 0.0 for b, e in source[row].tolist()
-            ]
-            assert all(part == 0 or part > 0.005 for part in common)  # at least a blank: no rounding errors
-            total = sum(common)
-            wanted = [part / total for part in common] if total > 0 else [0.0] * len(common)
-            assert found[row, at].tolist() == pytest.approx(wanted, abs=1e-9)
+    for spans, others, shares in zip(source.numpy(), target.numpy(), found.numpy(), strict=True):
+        begin, end = others[:, :1], others[:, 1:]
+        common = np.maximum(0.0, np.minimum(spans[:, 1], end) - np.maximum(spans[:, 0], begin))  # (T_B, T_A)
+        common = np.where((spans[:, 0] >= 0) & (begin >= 0), common, 0.0)
+        assert np.all((common == 0) | (common > 0.005))  # at least a blank: no rounding errors
+        total = common.sum(1, keepdims=True)
+        np.testing.assert_allclose(shares, common / np.where(total > 0, total, 1.0), rtol=0, atol=1e-9)
     if names[0] == names[1]:
         assert not torch.any(lonely[~padding])
 
@@ -254,24 +251,22 @@ ROWS = Dataset(
 def test_padding_does_not_change_the_statistics_of_an_encoder(names: tuple[str, str], tmp_path: Path) -> None:
     """With more padding, and with none in batches of one, the sums agree to 1e-12."""
     paths = folders(tmp_path, "bert", names)
-    job = prepare(*paths, ROWS, samples=16, batch_size=16)
+    job = prepare(*paths, ROWS, samples=8, batch_size=8)
     plain = statistics(job)
     assert_close(plain, statistics(job, (3, 5)), 1e-12)
-    assert_close(plain, statistics(prepare(*paths, ROWS, samples=16, batch_size=1)), 1e-12)
-    assert plain.samples == 16
+    assert_close(plain, statistics(prepare(*paths, ROWS, samples=8, batch_size=1)), 1e-12)
+    assert plain.samples == 8
 
 
-@pytest.mark.parametrize(
-    ("family", "names"), [("llama", ("gpt", "gpt")), ("llama", ("gpt", "t5")), ("t5", ("t5", "bert"))]
-)
+@pytest.mark.parametrize(("family", "names"), [("llama", ("gpt", "t5")), ("t5", ("t5", "bert"))])
 def test_padding_does_not_change_the_statistics_of_a_generator(
     family: str, names: tuple[str, str], tmp_path: Path
 ) -> None:
     paths = folders(tmp_path, family, names)
-    job = prepare(*paths, ROWS, samples=16, batch_size=16)
+    job = prepare(*paths, ROWS, samples=8, batch_size=8)
     plain = statistics(job)
     assert_close(plain, statistics(job, (4, 6)), 1e-12)
-    assert_close(plain, statistics(prepare(*paths, ROWS, samples=16, batch_size=1)), 1e-12)
+    assert_close(plain, statistics(prepare(*paths, ROWS, samples=8, batch_size=1)), 1e-12)
 
 
 def test_the_report_of_a_transfer_states_the_coverage(tmp_path: Path) -> None:
@@ -412,7 +407,7 @@ def test_transfer_is_exact_for_a_twin_that_halves_every_word(tmp_path: Path) -> 
         one, other = (model.module(**model.inputs.encode(texts)).logits for model in (source, target))
     assert source.inputs.encode(texts)["input_ids"].shape[1] * 2 == target.inputs.encode(texts)["input_ids"].shape[1]
     assert float((one - other).abs().max()) < 1e-5  # it is a twin
-    assert split.error() < 1e-4
+    assert split.error(samples=256) < 1e-4
     assert split.error("naive") > 1
 
 
@@ -425,7 +420,7 @@ def test_transfer_is_approximate_for_a_twin_that_splits_words_unevenly(tmp_path:
     uneven = split_twin(tmp_path / "uneven", lambda i: 1 + i % 3, places=True, frame=True)
     same = split_twin(tmp_path / "same", lambda i: 1 + i % 3, places=True, frame=True, whole=True)
     found = uneven.error()
-    assert same.error() < 1e-4
+    assert same.error(samples=256) < 1e-4
     assert found < 0.08
     assert found < 0.5 * uneven.error("theseus")
     assert uneven.error("naive") > 1
