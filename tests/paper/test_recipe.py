@@ -89,7 +89,6 @@ class TestBuiltIn:
 RUN = (
     "ablation",
     "cost",
-    "cross-distribution-depth",
     "few-shot",
     "figure-cross-width",
     "figure-drift",
