@@ -48,6 +48,8 @@ from tuneport.models.open import describe_module, open_model
 WIDE = Size(width=24, depth=3, heads=6, head_width=4, hidden=128)
 NARROW = Size(width=16, depth=2, heads=4, head_width=4, hidden=32, seed=1)
 BUDGETS = (6, 24)
+# Each of both once: with one matrix into the MLP and a tied head, and with two and a head of its own.
+PLAIN, GATED = (pytest.mark.parametrize("paper", [kind], indirect=True) for kind in ("t5", "t5-gated"))
 CLASSES = {
     "animals": ("cat", "dog", "bird", "leaves"),
     "places": ("town", "garden", "river", "mountains"),
@@ -55,7 +57,7 @@ CLASSES = {
 }
 
 
-@pytest.fixture(scope="module", params=["t5", "t5-gated"])
+@pytest.fixture(scope="module")
 def paper(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A source with a four times wider MLP, more heads and more blocks than the target; texts of three classes."""
     root = tmp_path_factory.mktemp(request.param)
@@ -74,6 +76,7 @@ def paper(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     }
 
 
+@GATED
 def test_the_t5_protocol_with_library_functions(paper: dict[str, Path]) -> None:
     """Encoder task vector, gradients from the seq2seq loss on label words, a probe on the same N samples."""
     train, test = read_plain(paper["data"], "train"), read_plain(paper["data"], "test")
@@ -100,6 +103,7 @@ def test_the_t5_protocol_with_library_functions(paper: dict[str, Path]) -> None:
     assert all(100 / 3 < cells[-1] <= 100 for cells in table.values())  # a probe on 24 samples has learnt something
 
 
+@PLAIN
 def test_the_t5_protocol_on_the_command_line(paper: dict[str, Path], tmp_path: Path) -> None:
     """The same samples are drawn for the maps and for the probe; what the commands give is what the library gives."""
     options = ["--source", paper["source"], "--finetuned", paper["tuned"], "--target", paper["target"]]
@@ -124,6 +128,7 @@ def test_the_t5_protocol_on_the_command_line(paper: dict[str, Path], tmp_path: P
     assert (found["accuracy"], found["samples"], found["protocol"]) == (wanted.accuracy, 24, "linear-probe")
 
 
+@GATED
 def test_gradients_of_the_encoder_come_through_the_decoder(paper: dict[str, Path]) -> None:
     """The loss is that on the label's words: other words give another task vector, the same inputs the same R_in."""
     folders = [paper[name] for name in ("source", "tuned", "target")]
@@ -167,9 +172,8 @@ def test_blocks_and_groups_of_a_decoder(depths: tuple[int, int]) -> None:
         assert not torch.allclose(result.apply()(**inputs).logits, target(**inputs).logits)
 
 
-@pytest.mark.parametrize("family", ["bert", "llama"])
-@pytest.mark.parametrize("method", ["bico", "theseus"])
-@pytest.mark.parametrize("count", [256, 6])
+@pytest.mark.parametrize(("family", "method"), [("bert", "bico"), ("llama", "bico"), ("bert", "theseus")])
+@pytest.mark.parametrize("count", [64, 6])
 def test_a_model_to_itself_gets_its_task_vector_back(family: str, method: str, count: int) -> None:
     """Wherever the statistics determine it; what they leave open is filled next to the identity."""
     source = make(family)
@@ -224,7 +228,7 @@ def trio(family: str) -> tuple[Any, Any, Any]:
     return source, finetuned(describe_module(source)), make(family, Size(seed=1))
 
 
-@pytest.mark.parametrize("family", ["bert", "llama", "t5", "phi3", "gpt2"])
+@pytest.mark.parametrize("family", ["bert", "t5", "phi3", "gpt2"])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_ports_a_text_model_or_says_why_not(method: str, family: str) -> None:
     """Fused weights, keys of other widths than queries, biases by distance: a result, or one clear line."""
@@ -236,7 +240,7 @@ def test_every_method_ports_a_text_model_or_says_why_not(method: str, family: st
         wanted = labels[:, 0] % LABELS if scores.ndim == 2 else labels[:, :1].expand(-1, scores.shape[1])
         return F.cross_entropy(scores.flatten(0, -2), wanted.flatten(), reduction="sum")
 
-    if method == "transfusion" and family in ("llama", "phi3"):
+    if method == "transfusion" and family == "phi3":
         with pytest.raises(
             MethodError, match=r"heads one by one, but .*\[?q.* has 4 of them and .*k.* 2: grouped quer"
         ):
@@ -313,24 +317,24 @@ def test_a_scale_is_chosen_by_the_loss_where_there_are_no_classes(name: str, tmp
     folders = [write(tmp_path / part, module, words) for part, module in parts.items()]
     second = {"causal": "target", "seq2seq": "target", "contrastive": "text_pair"}[name]
     rows = [{"text": one, second: two} for one, two in pairwise(SENTENCES * 2)]
-    result = transfer(*folders, write_rows(tmp_path / "rows.jsonl", rows), samples=30, scale="auto")
+    result = transfer(*folders, write_rows(tmp_path / "rows.jsonl", rows), samples=24, scale="auto")
     choice = result.record["scale_choice"]
     assert result.record["resolved"]["loss"] == name
-    assert (choice["held_out"], choice["samples"]) == (True, 30)
+    assert (choice["held_out"], choice["samples"]) == (True, 24)
     losses = {found["scale"]: found["loss"] for found in choice["candidates"]}
     assert result.scale in losses
     assert losses[result.scale] <= losses[0.0]
-    job = prepare(*folders, tmp_path / "rows.jsonl", samples=30)
+    job = prepare(*folders, tmp_path / "rows.jsonl", samples=24)
     with torch.no_grad():  # contrastive losses depend on who else is in the batch: the halves are judged one by one
         total = sum(
             float(job.losses.target(job.target.module, batch.target))
             for half in job.measurement.halves()
             for batch in half.samples
         )
-    assert losses[0.0] == pytest.approx(total / 30, rel=1e-5)
+    assert losses[0.0] == pytest.approx(total / 24, rel=1e-5)
 
 
-@pytest.mark.parametrize("paper", ["t5"], indirect=True)
+@PLAIN
 def test_the_t5_recipe_runs_where_its_models_and_data_are(paper: dict[str, Path], tmp_path: Path) -> None:
     """The recipe of the paper's table as it comes, with fewer samples: tiny T5s lie where T5-3B and T5-Large would."""
     (tmp_path / "models").mkdir()
