@@ -13,20 +13,23 @@ is written. `--small` runs every step on a few samples, to see that it works; it
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from benchmarks.rows import add_row, rows_in
-from benchmarks.skill.arms import make_old, make_row
-from benchmarks.skill.cells import cells_of
+from benchmarks.skill.arms import failed_row, make_old, make_row
+from benchmarks.skill.cells import Cell, cells_of
 from benchmarks.skill.groups import GROUPS
 from benchmarks.skill.place import Place, begin_process
 from benchmarks.skill.rows import to_do
 from benchmarks.skill.table import Table
 
+CROWDED = ("out of memory", "was killed")  # words of the errors of cells that are tried again alone
 NOT_THERE = """not there:
   {}
 Models come from get_models.py, get_encoders.py and zoo/ of the shared folder, or from the Hugging Face hub under these
@@ -45,16 +48,54 @@ def make(options: argparse.Namespace) -> None:
         raise SystemExit(NOT_THERE.format("\n  ".join(lost)))
     fields = ("models", "shared", "work", "device", "dtype", "autocast", "small")
     place = Place(**{name: getattr(options, name) for name in fields})
-    olds = list(dict.fromkeys((cell.source, cell.task) for cell in cells))
-    jobs = min(options.jobs, len(cells))
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=begin_process, initargs=(jobs,))
-    with pool:
-        first = {pool.submit(make_old, place, options.group, *old): old for old in olds}
-        for done in as_completed(first):
-            if (error := done.exception()) is not None:  # its cells try again, and say why they fail
-                print("old model", *first[done], error, file=sys.stderr)
-        for done in as_completed([pool.submit(make_row, place, options.group, cell) for cell in cells]):
-            add_row(options.rows, done.result())
+    crowded = run(place, options, cells, min(options.jobs, len(cells)))
+    if crowded:
+        run(place, options, crowded, 1)
+
+
+def run(place: Place, options: argparse.Namespace, cells: Sequence[Cell], jobs: int) -> list[Cell]:
+    """Append the rows of the cells; return those that had no memory beside the others, which have no row yet."""
+    workers, crowded = Workers(jobs), []
+    with workers.threads as threads:
+        olds = {
+            old: threads.submit(workers.call, make_old, place, options.group, *old)
+            for old in dict.fromkeys((cell.source, cell.task) for cell in cells)
+        }
+
+        def row_of(cell: Cell) -> dict[str, Any]:
+            wait([olds[cell.source, cell.task]])  # if it failed, its cells try again, and say why
+            try:
+                return workers.call(make_row, place, options.group, cell)
+            except BrokenProcessPool:
+                return failed_row(place, options.group, cell, "the process was killed")
+
+        made = {threads.submit(row_of, cell): cell for cell in cells}
+        for done in as_completed(made):
+            row = done.result()
+            if jobs > 1 and any(words in row.get("error", "") for words in CROWDED):
+                crowded.append(made[done])
+            else:
+                add_row(options.rows, row)
+    return crowded
+
+
+class Workers:
+    """Threads that each keep a process of their own: one that is killed takes only its cell with it."""
+
+    def __init__(self, jobs: int) -> None:
+        self.jobs, self.threads, self.own = jobs, ThreadPoolExecutor(jobs), threading.local()
+
+    def call(self, work: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
+        """Return what `work` returns in the process of this thread; raise a BrokenProcessPool if that is killed."""
+        if not hasattr(self.own, "process"):
+            spawn = get_context("spawn")
+            self.own.process = ProcessPoolExecutor(1, spawn, initializer=begin_process, initargs=(self.jobs,))
+        try:
+            found: dict[str, Any] = self.own.process.submit(work, *arguments).result()
+        except BrokenProcessPool:
+            del self.own.process
+            raise
+        return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
+import os
 import random
+import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.rows import rows_in
+from benchmarks.skill import __main__ as harness
 from benchmarks.skill import language
 from benchmarks.skill.__main__ import main
-from benchmarks.skill.arms import make_row
+from benchmarks.skill.arms import failed_row, make_row
 from benchmarks.skill.cells import PAIRS, TASKS, Cell, Parts, Sample, Schedule, cells_of
 from benchmarks.skill.groups import GROUPS
 from benchmarks.skill.models import LanguageModel
@@ -302,6 +308,53 @@ def test_a_failure_is_a_row(models: Path, shared: Path, tmp_path: Path, monkeypa
     row = make_row(place, "language", Cell(PAIR, "trec6", "port", 8, 0))
     assert row["error"] == "ValueError: no memory for WORK/x"
     assert "scores" not in row
+
+
+def _no_old(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+def _made_in_a_crowd(place: Place, group: str, cell: Cell) -> dict[str, Any]:
+    """Stands for `make_row`: one cell is killed once, one finds no memory once, one fails, one is made."""
+    tried = place.work / cell.label
+    if cell.label in ("port@1", "port@2") and not tried.exists():
+        tried.touch()
+        if cell.label == "port@1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return failed_row(place, group, cell, "OutOfMemoryError: CUDA out of memory.")
+    if cell.label == "port@3":
+        return failed_row(place, group, cell, "ValueError: no.")
+    return {**asdict(cell), "made": os.getpid()}
+
+
+def test_cells_without_memory_beside_others_are_tried_again_alone(
+    models: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "get_context", lambda _: multiprocessing.get_context("fork"))  # starts at once
+    monkeypatch.setattr(harness, "make_old", _no_old)
+    monkeypatch.setattr(harness, "make_row", _made_in_a_crowd)
+    rows, arms = tmp_path / "rows.jsonl", [f"port@{number}" for number in range(1, 5)]
+    folders = ["--models", models, "--shared", shared, "--work", tmp_path, "--rows", rows]
+    main(
+        [
+            "make",
+            *map(str, folders),
+            "--pairs",
+            PAIR,
+            "--tasks",
+            "trec6",
+            "--draws",
+            "0",
+            "--jobs",
+            "2",
+            "--arms",
+            *arms,
+        ]
+    )
+    made = {f"{row['arm']}@{row['n']}": row for row in rows_in(rows)}
+    assert sorted(made) == arms
+    assert [name for name in arms if "error" in made[name]] == ["port@3"]
+    assert made["port@3"]["error"] == "ValueError: no."
 
 
 def test_what_tuneport_writes_is_scored_by_plain_peft(models: Path, tmp_path: Path) -> None:
