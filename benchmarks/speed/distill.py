@@ -64,7 +64,7 @@ def main() -> None:
     with peak_memory(device) as peak:
         started = now(device)
         config = DistillConfig(steps=options.steps, lora=options.lora)
-        entry = teach(samples, both.target, TaskVector({}), TaskVector({}), config).entry
+        entry = teach(samples, TaskVector({}), TaskVector({}), config).entry
         seconds = now(device) - started
     head = ["trained", "steps", "seconds", "peak, GiB", "of that both models"]
     kind = f"LoRA of rank {options.lora}" if options.lora else "all linear layers"

@@ -137,7 +137,7 @@ def main() -> None:
     samples = samples_of(Sides(source, target), data, None)
 
     def learn() -> None:
-        entry.update(teach(samples, target, vector, vector, config).entry)
+        entry.update(teach(samples, vector, vector, config).entry)
 
     stage("train", learn, 0.0)
     taught = entry["steps"] * entry["batch_size"] * (options.length + options.answer)

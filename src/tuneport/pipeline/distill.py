@@ -192,9 +192,7 @@ def taught(
     saved: StateFile | None,
 ) -> Result:
     """Teach a target as it is, and describe it in a record."""
-    target = samples.models.target
-    start = TaskVector({})
-    found = teach(samples, target, change, start, config, extra=lessons.extra, events=events, saved=saved)
+    found = teach(samples, change, TaskVector({}), config, extra=lessons.extra, events=events, saved=saved)
     vector, entry = found.change, found.entry
     record = {
         **about,
@@ -211,7 +209,7 @@ def taught(
         **lessons.record(),
     }
     files = lessons.files(config.keep_texts)
-    return Result(Update(target, vector), (), (), _output_options(config), record, texts=files)
+    return Result(Update(found.target, vector), (), (), _output_options(config), record, texts=files)
 
 
 def _output_options(config: DistillConfig) -> TransferConfig:

@@ -160,6 +160,9 @@ class Result:
             raise TuneportError("this result does not know the models and samples that it was made from.")
         change = self.setup.change
         samples = self.setup.calibration.samples if samples is None else samples
+        if not isinstance(samples, DatasetSamples):
+            raise TuneportError("a distillation draws its own samples: pass a data set or a path, not batches.")
+        samples = replace(samples, models=Sides(samples.models.source, self.target))
 
         def headed(taught: DatasetSamples) -> Model:
             return self.target.with_head(fit_head(self.target, self.apply(), taught))
@@ -169,7 +172,7 @@ class Result:
         )
         start = self.task_vector * self.scale
         more: Any = {"headed": headed if change.fits_head else None, "extra": extra, "events": events, "saved": saved}
-        vector, entry, target = teach(samples, self.target, change.vector, start, config, **more)
+        vector, entry, target = teach(samples, change.vector, start, config, **more)
         record = {**self.record, "distilled": {"teacher": self.record["finetuned"]["name"], **entry}}
         if lora is None and entry["best"] == 0:
             return replace(self, record=record)

@@ -27,7 +27,7 @@ from ..config import DistillConfig
 from ..data.dataset import joined
 from ..errors import TuneportError
 from ..io.state import StateFile
-from ..measure.samples import DatasetSamples, Samples
+from ..measure.samples import DatasetSamples
 from ..measure.signals import frozen
 from ..models.base import Model
 from ..models.tokenizer import Encoded
@@ -311,8 +311,7 @@ class Taught(NamedTuple):
 
 
 def teach(
-    samples: Samples,
-    target: Model,
+    samples: DatasetSamples,
     change: TaskVector,
     start: TaskVector,
     config: DistillConfig,
@@ -325,19 +324,15 @@ def teach(
     """Distill, and return the student's change of the target with an entry for the run record.
 
     Args:
-        samples: drawn for both models, which come back as they were.
-        target: the student's model; its head may be another than that of the samples' target.
+        samples: drawn for teacher and student, which come back as they were.
         change: of the source, which makes it the teacher.
         start: the change of the target that the student begins with.
         headed: gives the target a head that is fitted to some samples; those that judge must not have fitted it.
         extra: samples that are taught beside the own ones.
         saved: keeps the state of the run, and gives back that of a killed one.
     """
-    if not isinstance(samples, DatasetSamples):
-        raise TuneportError("a distillation draws its own samples: pass a data set or a path, not batches.")
-    source = samples.models.source
-    drawn = samples = replace(samples, models=Sides(source, target))
-    for model in samples.models:
+    drawn, (source, target) = samples, samples.models
+    for model in drawn.models:
         if not config.shard:
             model.require_in_memory("a distillation", "give a larger one, or distill on a larger machine")
     student = student_of(target, start, config.lora, config.seed)
