@@ -10,13 +10,11 @@ another order do not change. So a target with permuted units is matched, and a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..layers import Layer
 from ..maps.procrustes import CoordinateMap
 from ..types import Signal
 from .base import Entries, Method, Problem, Transfer, keep_layer
@@ -40,8 +38,9 @@ class CrossLora(Method):
         entries = Entries()
         records, kept = [], []
         for pair in problem.plan.pairs:
-            U_A, V_A = self._directions(pair.source, problem.source_weights)
-            U_B, V_B = self._directions(pair.target, problem.target_weights)
+            sides = ((pair.source, problem.source_weights), (pair.target, problem.target_weights))
+            weights = (layer.matrix(held[layer.weight].detach()).double() for layer, held in sides)
+            (U_A, V_A), (U_B, V_B) = (leading_directions(weight, self.rank) for weight in weights)
             rank = min(U_A.shape[1], U_B.shape[1])
             if not rank:
                 kept += keep_layer(pair.target, "a base weight of this layer is zero")
@@ -55,10 +54,6 @@ class CrossLora(Method):
             records.append(move(pair, problem.task_vector, R_out, R_in, entries))
         return Transfer(entries.task_vector(), tuple(records), tuple(kept))
 
-    def _directions(self, layer: Layer, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the leading singular vectors (d_out, r) and (d_in, r) of a layer's weight, in float64."""
-        return leading_directions(layer.matrix(weights[layer.weight].detach()).double(), self.rank)
-
 
 def leading_directions(W: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return at most `rank` singular vectors of W, (m, r) and (n, r), by the eigenvectors of the smaller Gram matrix.
@@ -67,18 +62,13 @@ def leading_directions(W: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     >>> left.T.tolist()
     [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     """
-    if W.shape[0] > W.shape[1]:
-        right, left = _decompose(W.T, rank)
-    else:
-        left, right = _decompose(W, rank)
+    tall = W.shape[0] > W.shape[1]
+    short = W.T if tall else W
+    squares, found = torch.linalg.eigh(short @ short.T)
+    squares, found = squares.flip(0)[:rank], found.flip(1)[:, :rank]
+    count = int((squares > CUT * squares[0].clamp(min=0)).sum()) if len(squares) else 0
+    found = found[:, :count]
+    other = short.T @ found / squares[:count].sqrt()
+    left, right = (other, found) if tall else (found, other)
     signs = left.gather(0, left.abs().argmax(0, keepdim=True)).sign()
     return left * signs, right * signs
-
-
-def _decompose(W: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Singular vectors of W (m, n) with m <= n, the largest first, with arbitrary signs."""
-    squares, left = torch.linalg.eigh(W @ W.T)
-    squares, left = squares.flip(0)[:rank], left.flip(1)[:, :rank]
-    count = int((squares > CUT * squares[0].clamp(min=0)).sum()) if len(squares) else 0
-    left = left[:, :count]
-    return left, W.T @ left / squares[:count].sqrt()
