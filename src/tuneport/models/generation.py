@@ -41,13 +41,6 @@ class Sampling:
     stops: tuple[str, ...] = ()  # strings that end a text, such as a line break; the end of the turn always does
     seed: int = 0  # of the draws
 
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1 or not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:
-            raise TuneportError(
-                f"texts cannot be written with {self}: max_new_tokens must be at least 1, temperature at least 0, and "
-                "top_p above 0 and at most 1."
-            )
-
 
 @dataclass(frozen=True)
 class Written:
