@@ -8,7 +8,6 @@ A wheel has it as `tuneport/report/schema.json`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -111,10 +110,6 @@ class PreparedRecord(TypedDict):
 Seconds = Annotated[float, Keywords(minimum=0)]
 Share = Annotated[float, Keywords(minimum=0, maximum=1, description="Of the squared norm of the change.")]
 Measured = float | None  # null if the number is NaN or infinite
-Spectrum = Annotated[
-    Sequence[Measured] | None,
-    Keywords(description="Singular values of the cross-covariance at 17 evenly spaced places, the largest 1."),
-]
 Width = Annotated[int, Keywords(minimum=0, description="The largest possible rank of this map.")]
 
 
@@ -131,8 +126,6 @@ class LayerEntry(TypedDict):
     norm_source: Measured
     norm_target: Measured
     rank: NotRequired[int | None]
-    spectrum_in: NotRequired[Spectrum]
-    spectrum_out: NotRequired[Spectrum]
     role: NotRequired[str]
     stack: NotRequired[str]
     block: NotRequired[int | None]

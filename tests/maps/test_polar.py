@@ -64,9 +64,6 @@ def test_every_route_finds_the_planted_map(route: str, spectrum: str, rows: int,
     for factor in thin_factors(found):
         assert float((factor.T @ factor - torch.eye(found.rank)).abs().max()) < 1e-7
     assert found.total == pytest.approx(float(values[: found.rank].sum()), rel=1e-9)
-    if found.singular_values is not None:
-        assert torch.allclose(found.singular_values[: found.rank], values[: found.rank], rtol=1e-5, atol=1e-15)
-        assert len(found.singular_values) == len(values)
     assert found.certificate.holds
     short = thin_factors(found)[0 if rows <= columns else 1]
     assert found.null.shape == (len(short), len(short) - found.rank)
@@ -125,9 +122,6 @@ def test_few_directions_above_a_coarse_cut_are_found_by_subspace_iteration(rows:
     assert float((found.dense() - exact.dense()).abs().max()) < 1e-11
     assert found.total == pytest.approx(exact.total, rel=1e-12)
     assert found.certificate.holds
-    assert torch.allclose(found.singular_values[:rank], exact.singular_values[:rank], rtol=1e-10)
-    assert len(found.singular_values) == size
-    assert bool((found.singular_values.diff() <= 0).all())
     assert float((complete(found).dense() - complete(exact).dense()).abs().max()) < 1e-10
 
 
@@ -211,7 +205,7 @@ def test_a_route_that_fails_its_certificate_is_not_used(monkeypatch: pytest.Monk
 
     def sloppy(matrix: Tensor, _: float) -> Polar:
         U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
-        return solver._decomposed("svd", matrix, U, Vh.T + 1e-4 * randn(*Vh.T.shape), S, S)
+        return solver._decomposed("svd", matrix, U, Vh.T + 1e-4 * randn(*Vh.T.shape), S)
 
     monkeypatch.setitem(ROUTES, "eigh", sloppy)
     found = polar(C, CUT, "eigh")

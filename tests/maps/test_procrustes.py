@@ -56,7 +56,6 @@ def test_procrustes_agrees_with_scipy_on_square_input() -> None:
     found = procrustes(streamed(x, y))
     assert close(found.matrix, expected, 1e-10)
     assert found.rank == 12
-    assert close(found.singular_values, np.linalg.svd((x.T @ y).numpy(), compute_uv=False), 1e-9)
 
 
 @pytest.mark.parametrize(("source", "target"), SHAPES)
@@ -335,7 +334,6 @@ def test_few_tokens_give_the_map_of_the_dense_covariance() -> None:
     whole = procrustes(covariance.matrix, completion="none")
     assert found.rank == whole.rank == 10
     torch.testing.assert_close(found.matrix, whole.matrix, rtol=0, atol=1e-10)
-    torch.testing.assert_close(found.singular_values[:10], whole.singular_values[:10])
     filled = procrustes(covariance)
     torch.testing.assert_close(filled.matrix @ filled.matrix.T, torch.eye(120, dtype=torch.float64))
     torch.testing.assert_close(filled.matrix, procrustes(covariance.matrix).matrix, rtol=0, atol=1e-9)

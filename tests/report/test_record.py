@@ -69,7 +69,7 @@ class TestSchema:
         stored = json.loads((tmp_path / "out" / "tuneport.json").read_text())
         valid(stored)
         assert "evaluation" in stored
-        assert {"role", "block", "width_in", "spectrum_in"} <= set(stored["layers"][0])
+        assert {"role", "block", "width_in", "residual_in"} <= set(stored["layers"][0])
 
     def test_transfer_to_a_task_vector(self, zoo: Zoo, tmp_path: Path, valid: Any) -> None:
         job = prepare(*zoo.trio("vit"), zoo.data, samples=24, head_fit="none")

@@ -54,15 +54,13 @@ class Factors:
 class Polar(Factors):
     """The determined part of a polar factor, with its evidence.
 
-    `total` is the sum of the singular values above the cut, `<R, C>`. `singular_values` are all of C, largest first
-    (far below the cut: estimates), if the route computes them. `null` spans the null directions of the shorter side,
-    (min(d_A, d_B), min - rank); it is empty where they are filled, or not computed.
+    `total` is the sum of the singular values above the cut, `<R, C>`. `null` spans the null directions of the shorter
+    side, (min(d_A, d_B), min - rank); it is empty where they are filled, or not computed.
     """
 
     null: Tensor
     rank: int
     total: float
-    singular_values: Tensor | None
     route: str
     certificate: Certificate
 

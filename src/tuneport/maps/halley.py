@@ -251,7 +251,7 @@ def _certify(C: Tensor, cut: float, size: Tensor, X: Tensor, null: Tensor | None
             there = torch.linalg.qr(null[index] @ gaussian(null.shape[-1], n - int(rank), C.device)).Q
         matrix = X[index] if len(C) == 1 else X[index].clone()  # a view would keep the whole batch alive
         certificate = Certificate(defect, residual, STATIONARITY + limit)
-        results.append(Polar(None, matrix.T, there, int(rank), value, None, QDWH, certificate))
+        results.append(Polar(None, matrix.T, there, int(rank), value, QDWH, certificate))
     return results
 
 

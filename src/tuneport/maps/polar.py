@@ -106,7 +106,7 @@ def by_svd(C: Tensor, cut: float) -> Polar:
     """The reference: a thin SVD."""
     U, S, Vh = _decompose(torch.linalg.svd, C, full_matrices=False)
     rank = int((cut * S[0] < S).sum()) if len(S) and S[0] > 0 else 0
-    return _decomposed("svd", C, U, Vh[:rank].T, S[:rank], S)
+    return _decomposed("svd", C, U, Vh[:rank].T, S[:rank])
 
 
 def by_few(C: Tensor, cut: float) -> Polar | None:
@@ -134,10 +134,8 @@ def by_few(C: Tensor, cut: float) -> Polar | None:
         U = block @ Q[:, :count]
         error = image @ Q[:, :count] - U * S[:count].square()
         if float(error.norm()) <= 8 * torch.finfo(C.dtype).eps * whole and beyond + float(S[count]) ** 2 <= floor**2:
-            below = (beyond / torch.arange(1, n - width + 1, device=C.device, dtype=C.dtype)).sqrt()
-            values = torch.cat([S, below.clamp_max(float(S[-1]))])
             V = across @ Q[:, :count] / S[:count]
-            return _decomposed("few", C, U, V, S[:count], values)
+            return _decomposed("few", C, U, V, S[:count])
         block = image
     return None
 
@@ -173,9 +171,7 @@ def few_together(C: Tensor, cut: float) -> list[Polar | None]:
             if 2 * rank <= width and outside < 1 and missing <= 1:
                 U, core = block[place, :, :rank].clone(), S[place, :rank].clone()
                 V = image[place, :, :rank] / core
-                results[indices[place]] = Polar(
-                    U, V, C.new_zeros(n, 0), rank, float(core.sum()), None, "few", certify(C[place], U, V, core)
-                )
+                results[indices[place]] = _decomposed("few", C[place], U, V, core)
             elif part == NARROW or (2 * rank <= width and decay < 1 and further <= TURNS):
                 waiting.append(place)
                 needed = max(needed, 0 if part == NARROW else int(further))
@@ -195,13 +191,12 @@ def by_eigh(C: Tensor, cut: float) -> Polar:
     rights: list[Tensor] = []
     values = [C.new_zeros(0)]
     basis, rest = torch.eye(n, device=C.device, dtype=C.dtype), C  # the remaining left directions, and C on them
-    tail, floor = C.new_zeros(n), 0.0
+    floor = 0.0
     while basis.shape[1]:
         squares, Q = _decompose(torch.linalg.eigh, rest @ rest.T)
         S, Q = squares.clamp_min(0).sqrt().flip(0), Q.flip(1)
         floor = floor if lefts else cut * float(S[0])
         count = int(((SPAN * S[0]).clamp_min(floor) < S).sum())
-        tail = S[count:].clamp_max(floor)
         if count == 0:
             break
         rights.append(rest.T @ Q[:, :count] / S[:count])
@@ -217,14 +212,13 @@ def by_eigh(C: Tensor, cut: float) -> Polar:
         if float(rest.norm()) <= floor:  # a bound of all its singular values
             break
     V = torch.cat(rights, dim=1) if rights else C.new_zeros(m, 0)
-    core = torch.cat(values)
-    return _decomposed("eigh", C, torch.cat([*lefts, basis], dim=1), V, core, torch.cat([core, tail]))
+    return _decomposed("eigh", C, torch.cat([*lefts, basis], dim=1), V, torch.cat(values))
 
 
-def _decomposed(route: str, C: Tensor, basis: Tensor, V: Tensor, core: Tensor, values: Tensor) -> Polar:
+def _decomposed(route: str, C: Tensor, basis: Tensor, V: Tensor, core: Tensor) -> Polar:
     """From singular vectors: the left ones (with the null directions), the right ones, the values above the cut."""
     U, null = basis[:, : len(core)], basis[:, len(core) :]
-    return Polar(U, V, null, len(core), float(core.sum()), values, route, certify(C, U, V, core))
+    return Polar(U, V, null, len(core), float(core.sum()), route, certify(C, U, V, core))
 
 
 ROUTES: dict[str, Callable[[Tensor, float], Polar | None]] = {  # from the most special to the most general

@@ -210,13 +210,12 @@ class Alignment:
     """An orthogonal map R (d_A, d_B) from source to target coordinates, `x_A R`, with its evidence.
 
     The data determine `rank` directions, the completion the rest. `residual` is sqrt(1 - s^2) with s = <X_A R, X_B> /
-    (|X_A| |X_B|) in [0, 1]; None if only C was given. `route` names the solver; some do not compute `singular_values`.
+    (|X_A| |X_B|) in [0, 1]; None if only C was given. `route` names the solver.
     """
 
     map: CoordinateMap
     rank: int
     residual: float | None
-    singular_values: Tensor | None
     route: str
     certificate: Certificate
 
@@ -298,7 +297,7 @@ def _align(found: Polar, whole: float | None, completion: Completion, thin: bool
     if whole is not None:
         cosine = min(found.total / whole, 1.0) if whole > 0 else 0.0
         residual = (1.0 - cosine**2) ** 0.5
-    return Alignment(mapping, found.rank, residual, found.singular_values, found.route, found.certificate)
+    return Alignment(mapping, found.rank, residual, found.route, found.certificate)
 
 
 def solve_maps(

@@ -45,7 +45,7 @@ class Problem:
 class LayerRecord:
     """The evidence for one target layer; None where no alignment was solved.
 
-    `rank` belongs to an update that moved as factors, the other ranks and spectra (`spectrum_of`) to the two maps.
+    `rank` belongs to an update that moved as factors, the other ranks to the two maps.
     """
 
     target: str
@@ -57,8 +57,6 @@ class LayerRecord:
     norm_source: float = 0.0
     norm_target: float = 0.0
     rank: int | None = None
-    spectrum_in: tuple[float, ...] | None = None
-    spectrum_out: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,19 +122,6 @@ def matrix_of(layer: Layer, entry: Entry) -> Entry:
         return layer.matrix(entry)
     out, in_ = (entry.in_factor.T, entry.out_factor.T) if layer.transposed else (entry.out_factor, entry.in_factor)
     return LowRank(layer.vector(out), in_.flatten(1))
-
-
-def spectrum_of(singular_values: Tensor, width: int, points: int = 17) -> tuple[float, ...]:
-    """Singular values of a `width` wide matrix, zero-padded, at evenly spaced indices and relative to the largest.
-
-    >>> spectrum_of(torch.tensor([4.0, 2.0, 1.0]), 5, points=3)
-    (1.0, 0.25, 0.0)
-    """
-    values = torch.zeros(width, dtype=torch.float64)
-    values[: len(singular_values)] = singular_values[:width].double().cpu()
-    places = torch.linspace(0, width - 1, points, dtype=torch.float64).round().long()
-    relative = values[places] / values[0] if width and values[0] > 0 else values[places]
-    return tuple(float(f"{value:.4g}") for value in relative.tolist())
 
 
 def record_of(pair: LayerPair, tau: Entry, moved: Entry, **evidence: Any) -> LayerRecord:

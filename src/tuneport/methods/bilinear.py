@@ -29,7 +29,6 @@ from .base import (
     keep_layer,
     matrix_of,
     record_of,
-    spectrum_of,
 )
 
 Map = Tensor | CoordinateMap | None  # a fixed map, a solved map, or pad and crop
@@ -72,8 +71,12 @@ class BilinearAlignment(Method):
             align_in, align_out = (maps[key] if key else None for key in keys)
             R_in = align_in.map if align_in else pair.input_map
             R_out = align_out.map if align_out else pair.output_map
-            evidence = _evidence("in", align_in, min(pair.source.in_features, pair.target.in_features))
-            evidence |= _evidence("out", align_out, min(pair.source.out_features, pair.target.out_features))
+            evidence = {
+                f"{name}_{side}": getattr(found, name)
+                for side, found in (("in", align_in), ("out", align_out))
+                for name in ("rank", "residual")
+                if found
+            }
             records.append(move(pair, problem.task_vector, R_out, R_in, entries, **evidence))
         for loose in problem.plan.loose if self.moves_loose else ():
             entries.put_loose(loose.target.name, _pad(loose, problem.task_vector[loose.source.name]))
@@ -92,14 +95,6 @@ class BilinearAlignment(Method):
         """The maps to solve for the input and the output side; None for a fixed map, or to pad and crop."""
         sides = ((self.in_signal, pair.input_map), (self.out_signal, pair.output_map))
         return [(pair.target.name, signal) if signal and fixed is None else None for signal, fixed in sides]
-
-
-def _evidence(side: str, found: Alignment | None, width: int) -> dict[str, Any]:
-    """The fields of a LayerRecord for one side; none if no map was solved. Some routes give no singular values."""
-    if found is None:
-        return {}
-    spectrum = None if found.singular_values is None else spectrum_of(found.singular_values, width)
-    return {f"rank_{side}": found.rank, f"residual_{side}": found.residual, f"spectrum_{side}": spectrum}
 
 
 def move(
