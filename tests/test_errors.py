@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tuneport.config.options import parse_bytes
 from tuneport.errors import LONGEST, TuneportError
-from tuneport.models.open import pick_dtype
 
 
-@pytest.mark.parametrize("call", [parse_bytes, pick_dtype])
-def test_message_with_a_long_value_is_cut_in_the_middle(call: Callable[[str], object]) -> None:
+def test_message_with_a_long_value_is_cut_in_the_middle() -> None:
     value = "a" * 3000
     with pytest.raises(TuneportError) as caught:
-        call(value)
+        parse_bytes(value)
     assert len(str(caught.value)) == LONGEST
     assert " ... " in str(caught.value)
     assert "a'" in str(caught.value)[-60:]  # what follows the value is there

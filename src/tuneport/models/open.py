@@ -149,13 +149,6 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str) -> torch.dtype:
-    """The dtype of that name, in which models run."""
-    if name not in DTYPES:
-        raise TuneportError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}.")
-    return DTYPES[name]
-
-
 def has_units(dtype: torch.dtype) -> bool:
     """True if torch uses hardware units of this CPU for a dtype; without them it is much slower than float32."""
     ask = getattr(torch.ops.mkldnn, UNITS.get(dtype, ""), None)  # missing if torch is built without oneDNN
@@ -165,7 +158,7 @@ def has_units(dtype: torch.dtype) -> bool:
 def dtype_on(device: torch.device, name: str, *models: ModelLike) -> tuple[str, str]:
     """The name of the dtype in which models are opened on a device, and a note if it is not the given one."""
     all_live = all(isinstance(model, (Model, nn.Module)) for model in models)
-    if has_units(pick_dtype(name)) or device.type != "cpu" or all_live:
+    if has_units(DTYPES[name]) or device.type != "cpu" or all_live:
         return name, ""
     return "float32", f"this CPU has no {name} units that torch can use: running in float32."
 

@@ -89,12 +89,6 @@ class Scaled:
         put(self.module, {name: own for name, _, own, _ in self._parts})
 
 
-def sharded(model: Model, change: TaskVector, device: torch.device) -> Model:
-    """An offloaded model, with a change of its weights, in parts on all devices."""
-    shard(model, model.module, device, change)
-    return model.with_module(model.module)
-
-
 def shard(model: Model, module: nn.Module, device: torch.device, change: TaskVector | None = None) -> None:
     """Divide the weights of a module over the processes, in place; each has its part on the device.
 

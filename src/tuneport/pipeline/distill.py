@@ -25,8 +25,8 @@ from ..methods import get_method
 from ..models.base import Model, ModelLike
 from ..models.change import change_of, opened
 from ..models.heads import Head, choose_head
-from ..models.open import dtype_on, open_both, outline_model, pick_device, pick_dtype
-from ..models.weights import sharded
+from ..models.open import DTYPES, dtype_on, open_both, outline_model, pick_device
+from ..models.weights import shard
 from ..outputs import Output, Update, output_of
 from ..pairing import Plan
 from ..processes import by_first, ranks, undivided
@@ -117,7 +117,7 @@ def _prepare(
         raise TuneportError("an adapter or a task vector teaches together with its base: pass `source`.")
     base: Any = tuned if source is None else source
     dtype, _ = dtype_on(device, config.dtype, base, target)
-    kind = pick_dtype(dtype)
+    kind = DTYPES[dtype]
     if config.shard and ranks().size == 1:
         raise OptionError("`shard` divides models over several processes: start them with torchrun, or leave it out.")
     if config.shard:
@@ -127,7 +127,8 @@ def _prepare(
     models = Sides(*(model.cut_at(config.max_length) for model in models))
     vector = TaskVector({}) if source is None else change_of(models.source, tuned)
     if config.shard:
-        models, vector = Sides(sharded(models.source, vector, device), models.target), TaskVector({})
+        shard(models.source, models.source.module, device, vector)
+        models, vector = Sides(models.source.with_module(models.source.module), models.target), TaskVector({})
     for model in models:
         if model.inputs.encode is None:
             raise TuneportError(model.unreadable)

@@ -19,7 +19,7 @@ from ..measure.samples import Calibration, Limits, Measurement, UserBatches
 from ..methods import Method, get_method, name_of
 from ..models.base import Model
 from ..models.change import every_layer, is_whole
-from ..models.open import outline_model, pick_dtype
+from ..models.open import DTYPES, outline_model
 from ..outputs import ModelOutput
 from ..pairing import Kept, Plan
 from ..runtime.forecast import Forecast
@@ -256,7 +256,7 @@ def teaching_of_shapes(models: Sides[Model], config: PlanConfig) -> dict[str, An
     Devices that hold both models divide the samples. Others hold parts of the models and run them in step: more of them
     save time only where there are several fine-tunes.
     """
-    texts, budget, size = UpgradeConfig().synthetic or 0, config.memory_budget or 0, pick_dtype(config.dtype).itemsize
+    texts, budget, size = UpgradeConfig().synthetic or 0, config.memory_budget or 0, DTYPES[config.dtype].itemsize
     steps = schedule_of(DistillConfig(), models.target, TEXT_BATCH, texts).steps
     weights = sum(weight.numel() for model in models for weight in model.module.parameters())
     hours = SECONDS / 3600 * (steps * TEXT_BATCH * config.length / TOKENS) * (weights / WEIGHTS)
@@ -291,7 +291,7 @@ def measurement_of_shapes(source: str | Path, target: str | Path, config: PlanCo
             f"{samples} texts of {length} tokens in batches of {batch_size}: plan for one text or more, and for {MOST} "
             "texts and tokens in a batch at most."
         )
-    dtype, device = pick_dtype(config.dtype), "cuda" if config.device == "auto" else config.device
+    dtype, device = DTYPES[config.dtype], "cuda" if config.device == "auto" else config.device
     models = Sides(*(outline_model(path, dtype=dtype, weights=False) for path in (source, target)))
     for model in models:
         if model.inputs.kind != "text" or model.generates == "seq2seq":

@@ -42,7 +42,7 @@ from ..models.change import (
     opened,
     sum_of_changes,
 )
-from ..models.open import dtype_on, open_both, pick_device, pick_dtype
+from ..models.open import DTYPES, dtype_on, open_both, pick_device
 from ..models.weights import finetuned
 from ..pairing import Plan
 from ..processes import divided
@@ -68,7 +68,7 @@ def open_models(source: ModelLike, target: ModelLike, config: MeasureConfig) -> 
         source,
         target,
         device=device,
-        dtype=pick_dtype(dtype),
+        dtype=DTYPES[dtype],
         memory_budget=config.memory_budget,
         trust_remote_code=config.trust_remote_code,
     )
