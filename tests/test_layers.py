@@ -171,21 +171,21 @@ def test_kinds_of_loose_tensors() -> None:
         return {part.name: part.kind for part in find_loose(model, find_layers(model))}
 
     of = kinds(clip())
-    assert of["logit_scale"] == "logit scale"
-    assert of["vision_model.embeddings.class_embedding"] == "class token"
-    assert of["vision_model.embeddings.position_embedding.weight"] == "position embedding"
-    assert of["text_model.embeddings.token_embedding.weight"] == "embedding"
-    assert of["text_model.encoder.layers.1.layer_norm1.bias"] == "normalisation"
+    assert of["logit_scale"] == "temperature"
+    assert of["vision_model.embeddings.class_embedding"] == "class tokens"
+    assert of["vision_model.embeddings.position_embedding.weight"] == "position embeddings"
+    assert of["text_model.embeddings.token_embedding.weight"] == "embeddings"
+    assert of["text_model.encoder.layers.1.layer_norm1.bias"] == "norms"
     of = kinds(t5())
-    assert of["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == "position embedding"
-    assert of["encoder.final_layer_norm.weight"] == "normalisation"
+    assert of["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == "position embeddings"
+    assert of["encoder.final_layer_norm.weight"] == "norms"
     of = kinds(dinov2())
-    assert of["dinov2.encoder.layer.0.layer_scale1.lambda1"] == "layer scale"
-    assert of["dinov2.embeddings.mask_token"] == "learnt token"
-    assert kinds(siglip())["head.probe"] == "learnt token"
+    assert of["dinov2.encoder.layer.0.layer_scale1.lambda1"] == "layer scales"
+    assert of["dinov2.embeddings.mask_token"] == "learnt tokens"
+    assert kinds(siglip())["head.probe"] == "learnt tokens"
     of = kinds(Attended())
-    assert of["stem.weight"] == of["stem.bias"] == "convolution"
-    assert of["proj"] == "parameter"
+    assert of["stem.weight"] == of["stem.bias"] == "convolutions"
+    assert of["proj"] == "other parameters"
 
 
 def test_loose_tensors_of_two_towers_do_not_share_a_role() -> None:

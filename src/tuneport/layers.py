@@ -290,13 +290,13 @@ def _split(weight: str, bias: str | None, tensor: Tensor, fused: Fused, *, trans
 def _kind(name: str, owner: nn.Module) -> str:
     """The first kind that fits a parameter, by its name in lower case and the module that holds it."""
     kinds = {
-        "normalisation": "norm" in type(owner).__name__.lower(),
-        "position embedding": ("pos" in name and "emb" in name) or "relative_attention_bias" in name,
-        "class token": "cls_token" in name or "class_embedding" in name,
-        "embedding": isinstance(owner, nn.Embedding),
-        "logit scale": "logit_scale" in name or "logit_bias" in name,
-        "layer scale": "layer_scale" in name or "lambda" in name or "gamma" in name,
-        "learnt token": "token" in name or "probe" in name or "latent" in name,
-        "convolution": isinstance(owner, nn.modules.conv._ConvNd),
+        "norms": "norm" in type(owner).__name__.lower(),
+        "position embeddings": ("pos" in name and "emb" in name) or "relative_attention_bias" in name,
+        "class tokens": "cls_token" in name or "class_embedding" in name,
+        "embeddings": isinstance(owner, nn.Embedding),
+        "temperature": "logit_scale" in name or "logit_bias" in name,
+        "layer scales": "layer_scale" in name or "lambda" in name or "gamma" in name,
+        "learnt tokens": "token" in name or "probe" in name or "latent" in name,
+        "convolutions": isinstance(owner, nn.modules.conv._ConvNd),
     }
-    return next((kind for kind, fits in kinds.items() if fits), "parameter")
+    return next((kind for kind, fits in kinds.items() if fits), "other parameters")

@@ -23,18 +23,6 @@ Roles = Mapping[str, str | None]
 
 # The layers of a gated feed-forward and of a plain one that do the same; a gate has no counterpart.
 COUNTERPARTS = {"up": "fc1", "down": "fc2", "fc1": "up", "fc2": "down", "gate": None}
-KEPT_BY_KIND = {
-    "normalisation": "normalisation parameter: the target keeps its own",
-    "position embedding": "position embedding: the target keeps its own",
-    "class token": "class token: the target keeps its own",
-    "embedding": "embedding table: the target keeps its own",
-    "vocabulary head": "head over the vocabulary: the target keeps its own",
-    "logit scale": "temperature: the target keeps its own",
-    "layer scale": "layer scale: the target keeps its own",
-    "learnt token": "learnt token: the target keeps its own",
-    "convolution": "convolution that is not a patch embedding: not a linear layer over tokens",
-    "parameter": "not part of a linear layer: the target keeps its own",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +156,7 @@ def pair_layers(
             kept.append(Kept(layer.bias, "the source layer has no bias"))
     loose_at = {(part.stack, part.block, roles.get(part.role, part.role)): part for part in loose.source}
     loose_pairs = [LoosePair(loose_at[place(part)], part) for part in loose.target if place(part) in loose_at]
-    kept += [Kept(part.name, KEPT_BY_KIND[part.kind]) for part in loose.target]
+    kept += [Kept(part.name, f"{part.kind}: the target keeps its own") for part in loose.target]
     used, there, dropped = {pair.source.name for pair in pairs}, {layer.role for layer in target}, []
     for layer in source:
         if layer.name not in used:

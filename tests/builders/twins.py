@@ -127,7 +127,7 @@ class Twin:
             return tensor[:, self.order(known, None, False).flatten().argsort()]
         if name.startswith("head."):  # ModernBERT's norm between its two last layers
             return tensor @ self.head
-        if kind == "normalisation" and (self.turn or tensor.shape[-1] != len(self.stream)):
+        if kind == "norms" and (self.turn or tensor.shape[-1] != len(self.stream)):
             return tensor  # equal weights, or inside a head
         return tensor @ self.stream
 

@@ -107,7 +107,7 @@ class _Model:
         self.queries = {(layer.stack, layer.block): layer for layer in layers if layer.rotary and layer.role == "q"}
         self.same: dict[Space, Space] = {}  # from a space to the one whose order it shares
         for part in (pair.target for pair in plan.loose):
-            stacks = self._stacks_near(part.name) if part.kind == "embedding" and part.block is None else []
+            stacks = self._stacks_near(part.name) if part.kind == "embeddings" and part.block is None else []
             if stacks and (len(stacks) == 1 or self.reading):  # one order for all stacks that read it, and a tied head
                 first, *others = [(stack, "stream", 0) for stack in stacks]
                 last = self._last() if part.tied else None
@@ -149,10 +149,10 @@ class _Model:
             return (self._inner(kind, part.stack, part.block) if kind else None) or UNKNOWN
         if part.kind == "vocabulary head":
             return self._last() or UNKNOWN
-        if part.kind == "normalisation":
+        if part.kind == "norms":
             return self._norm(part.name) or UNKNOWN
-        token = part.kind == "learnt token" and TOKENS.fullmatch(part.name.rpartition(".")[2])
-        if token or part.kind in ("embedding", "position embedding", "class token"):
+        token = part.kind == "learnt tokens" and TOKENS.fullmatch(part.name.rpartition(".")[2])
+        if token or part.kind in ("embeddings", "position embeddings", "class tokens"):
             return self._first(part.name) or UNKNOWN
         return UNKNOWN
 
@@ -292,7 +292,7 @@ def match_weights(problem: Problem, *, seed: int = 0, sweeps: int = 100) -> dict
             heads |= {space: pair.target.heads for space in axes if space and space[1].endswith("heads")}
     for loose in problem.plan.loose:
         space = places.loose.get(loose.target.name)
-        if loose.target.kind == "embedding" and space is not None:  # both tables list the tokens in one order
+        if loose.target.kind == "embeddings" and space is not None:  # both tables list the tokens in one order
             source = problem.source_weights[loose.source.name].detach().double().cpu()
             target = problem.target_weights[loose.target.name].detach().double().cpu()
             weights.append(((None, space), target.T @ source, torch.eye(source.shape[1], dtype=torch.float64)))

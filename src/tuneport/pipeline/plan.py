@@ -19,7 +19,6 @@ from ..methods.base import matrix_of
 from ..models.base import MIXTURE, Model
 from ..models.change import Change
 from ..pairing import (
-    KEPT_BY_KIND,
     Kept,
     Plan,
     check_pairs,
@@ -31,19 +30,8 @@ from ..task_vectors.low_rank import as_dense, norm_of
 from ..task_vectors.vector import Part, TaskVector
 from ..types import Sides
 
-TABLES = ("embedding", "vocabulary head")
+TABLES = ("embeddings", "vocabulary head")
 NOT_MOVED = "not moved by this method"
-KINDS = {  # of tensors outside layers, in the plural
-    "normalisation": "norms",
-    "position embedding": "position embeddings",
-    "class token": "class tokens",
-    "embedding": "embeddings",
-    "vocabulary head": "vocabulary head",
-    "logit scale": "temperature",
-    "layer scale": "layer scales",
-    "learnt token": "learnt tokens",
-    "convolution": "convolutions",
-}
 FITTED = "fitted to the scores of the fine-tuned source, not moved"
 NO_PARAMETER = "no parameter of the model that the configuration describes"
 
@@ -222,10 +210,9 @@ def _parts(source: Model, change: Change, plan: Plan, moved: Collection[str], st
     yield from change.added.parts
     for name in vector:
         if name not in owned:
-            kind = kinds.get(name, "parameter")
+            kind = kinds.get(name, "other parameters")
             rows = [row for row in change.added.rows if row < vector.shape(name)[0]] if kind in TABLES else []
             inside = norm_of(vector.dense(name)[rows]) if rows else 0.0
             square = max(0.0, vector.norm(name) ** 2 - inside**2)
-            stated = KEPT_BY_KIND[kind].replace("the target keeps its own", NOT_MOVED)
-            reason = source.architecture.outside.get(name, stated)
-            yield Part(names.get(name, name), KINDS.get(kind, "other parameters"), square, loose.get(name, ()), reason)
+            reason = source.architecture.outside.get(name, f"{kind}: {NOT_MOVED}")
+            yield Part(names.get(name, name), kind, square, loose.get(name, ()), reason)

@@ -19,7 +19,7 @@ from ..models.weights import whole
 from ..task_vectors.low_rank import Entry, LowRank, truncate
 from ..task_vectors.vector import TaskVector
 
-FIXED = ("embedding", "vocabulary head", "logit scale")  # kinds of tensors that are not trained
+FIXED = ("embeddings", "vocabulary head", "temperature")  # kinds of tensors that are not trained
 
 
 class Student(NamedTuple):
