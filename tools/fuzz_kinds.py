@@ -49,6 +49,7 @@ from tuneport import TuneportError, cli, extract
 from tuneport.data import npz, rows
 from tuneport.data.formats import read_plain
 from tuneport.io.checkpoint import open_checkpoint, read_json
+from tuneport.io.state import StateFile
 from tuneport.io.tensors import check_finite
 from tuneport.maps.statistics import CrossCovariance, Statistics
 from tuneport.models.chat import render_chat
@@ -174,8 +175,8 @@ def kinds(root: Path) -> Iterator[Kind]:
     covariance = CrossCovariance(2, 3)
     covariance.update(torch.ones(5, 2), torch.ones(5, 3))
     found = Statistics({("a", "input"): covariance}, {}, 5, {"forward": 1, "backward": 0})
-    save_statistics(root / "all.safetensors", found, {"seed": 0})
-    yield Kind("statistics", "all.safetensors", spoil_header, load_statistics)
+    save_statistics(StateFile(root / "all.safetensors", "x"), found)
+    yield Kind("statistics", "all.safetensors", spoil_header, lambda path: load_statistics(StateFile(path, "x")))
     for name in ("odd.npz", "odd-head.safetensors", "odd-tau.safetensors", "odd.csv"):
         (root / name).write_bytes(b"")
     yield Kind("npz of odd arrays", "odd.npz", odd_arrays, look_at_data)
@@ -348,7 +349,6 @@ def look_at_list(path: Path) -> None:
 def saved_work(root: Path) -> Iterator[Kind]:
     """What commands keep for --resume, and what they read of outputs and models beside the weights."""
     from paper.run import Cells
-    from tuneport.io.state import StateFile
     from tuneport.models.change import stated_base
     from tuneport.outputs import ModelOutput
     from tuneport.pipeline.run import finished

@@ -293,7 +293,7 @@ runpy.run_module("tuneport", run_name="__main__", alter_sys=True)
         assert not (place / "out").exists()
         assert (place / ".out.tuneport-work").is_dir()
         other = run(*given, "--seed", 3, "--resume")
-        assert_refused(other, 1, "with other inputs or options")
+        assert_refused(other, 1, "cannot be resumed: options.seed was 0 and is 3")
         assert run(*given, "--resume").code == 0
         at = given.index("--out") + 1
         assert run(*given[:at], place / "whole", *given[at + 1 :]).code == 0

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from builders.folders import Zoo
 from builders.forwards import count_forwards
 from builders.runs import Case, port, prepare
 from tuneport.errors import CheckpointError
+from tuneport.io.fingerprint import digest_of
+from tuneport.io.state import StateFile
 from tuneport.maps.statistics import CrossCovariance, Statistics, WeightGradient
 from tuneport.methods import METHODS
 from tuneport.runtime.passes import Passes
@@ -67,8 +70,10 @@ def some_statistics() -> Statistics:
 class TestStatisticsOnDisk:
     def test_every_number_is_restored(self, tmp_path: Path) -> None:
         before = some_statistics()
-        save_statistics(tmp_path / "all.safetensors", before, {"seed": 0})
-        after = load_statistics(tmp_path / "all.safetensors")
+        state = StateFile(tmp_path / "all.safetensors", {"seed": 0})
+        save_statistics(state, before)
+        after = load_statistics(state)
+        assert after is not None
         assert list(after.covariances) == list(before.covariances)
         for key, saved in before.covariances.items():
             loaded = after.covariances[key]
@@ -90,8 +95,11 @@ class TestStatisticsOnDisk:
         for seed in range(2):
             generator = torch.Generator().manual_seed(seed)
             before.update(torch.randn(3, 40, generator=generator), torch.randn(3, 50, generator=generator))
-        save_statistics(tmp_path / "all.safetensors", Statistics({("q", "input"): before}), {})
-        after = load_statistics(tmp_path / "all.safetensors").covariances["q", "input"]
+        state = StateFile(tmp_path / "all.safetensors", {})
+        save_statistics(state, Statistics({("q", "input"): before}))
+        found = load_statistics(state)
+        assert found is not None
+        after = found.covariances["q", "input"]
         assert before.rows is not None
         assert after.rows is not None
         assert [[part.dtype for part in pair] for pair in after.rows] == [[torch.float32] * 2] * 2
@@ -99,38 +107,48 @@ class TestStatisticsOnDisk:
             assert all(torch.equal(one, other) for one, other in zip(loaded, saved, strict=True))
 
     def test_a_damaged_file_gives_one_error(self, tmp_path: Path) -> None:
-        file = tmp_path / "all.safetensors"
-        stated = {"format": "tuneport-statistics", "version": "3"}
-        content = {"conditions": {}, "covariances": [{"tokens": 1}], "keys": [], "gradients": {}, "samples": 1}
-        for metadata in ({}, stated, {**stated, "content": "[" * 10**5}, {**stated, "content": json.dumps(content)}):
-            save_file({"x": torch.ones(1)}, file, metadata)
-            with pytest.raises(CheckpointError, match="Start over without `resume`"):
-                load_statistics(file)
+        file, stated = tmp_path / "all.safetensors", {"format": "tuneport-state"}
+        values = {"covariances": [{"tokens": 1}], "keys": [], "gradients": {}, "samples": 1}
+        for text in (
+            "[" * 10**5,
+            "[]",
+            json.dumps({"conditions": {}, "values": values}),
+            json.dumps({"values": values}),
+        ):
+            tensors = {"x": torch.ones(1), "content": torch.tensor(list(text.encode()), dtype=torch.uint8)}
+            summed = {**stated, "sha256": digest_of("tuneport-state", tensors)}
+            for held, metadata in (({"x": torch.ones(1)}, summed), (tensors, {}), (tensors, stated), (tensors, summed)):
+                save_file(held, file, metadata)
+                with pytest.raises(CheckpointError, match="Start over without `resume`"):
+                    load_statistics(StateFile(file, {}))
 
     @pytest.mark.parametrize(
         "change", ["sums zeroed", "a bit of a sum", "passes raised", "a key dropped", "a condition"]
     )
     def test_a_file_that_was_changed_by_hand_is_refused(self, tmp_path: Path, change: str) -> None:
-        file = tmp_path / ".out.tuneport-work" / "all.safetensors"
-        file.parent.mkdir()
-        save_statistics(file, some_statistics(), {"seed": 0})
+        work = Work(tmp_path / "out", {"seed": 0})
+        save_statistics(work.state("all"), some_statistics())
+        file = work.folder / "all.safetensors"
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata()
-        tensors, content = load_file(file), json.loads(metadata["content"])
+        tensors = load_file(file)
+        content = json.loads(bytes(tensors["content"].tolist()))
         if change == "sums zeroed":
-            tensors = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+            sums = (name for name in tensors if name != "content")
+            tensors |= {name: torch.zeros_like(tensors[name]) for name in sums}
         elif change == "a bit of a sum":
-            name = next(name for name, tensor in tensors.items() if tensor.numel() > 1)
+            name = next(name for name, tensor in tensors.items() if tensor.numel() > 1 and name != "content")
             tensors[name].view(torch.uint8)[-1] ^= 1
         elif change == "passes raised":
-            content["passes"]["forward"] += 1
+            content["values"]["passes"]["forward"] += 1
         elif change == "a key dropped":
-            content["keys"].pop()
+            content["values"]["keys"].pop()
         else:
             content["conditions"]["seed"] = 1
-        save_file(tensors, file, {**metadata, "content": json.dumps(content)})
+        tensors["content"] = torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
+        save_file(tensors, file, metadata)
         work = Work(tmp_path / "out", content["conditions"])
-        for use in (work.check, lambda: work.load("all", torch.device("cpu"))):
+        for use in (work.check, lambda: load_statistics(work.state("all"))):
             with pytest.raises(CheckpointError, match=r"all\.safetensors is damaged\. Start over without `resume`"):
                 use()
 
@@ -142,14 +160,14 @@ def names(folder: Path) -> list[str]:
 class TestWork:
     def test_conditions_must_be_the_same(self, tmp_path: Path) -> None:
         work = Work(tmp_path / "out", {"options": {"seed": 0, "samples": 8}, "method": "bico"}, every=0)
-        work.keeper("all")(some_statistics())
+        save_statistics(work.state("all"), some_statistics())
         assert names(tmp_path) == [".out.tuneport-work"]
         work.check()
         other = Work(tmp_path / "out", {"options": {"seed": 1, "samples": 8}, "method": "bico"})
         with pytest.raises(CheckpointError) as caught:
             other.check()
         assert str(caught.value) == (
-            f"{tmp_path / 'out'} cannot be resumed: options.seed was 0 and is 1. "
+            f"{work.folder / 'all.safetensors'} cannot be resumed: options.seed was 0 and is 1. "
             "Give the same inputs and options, or start over without `resume`."
         )
         assert fingerprint(work.conditions) != fingerprint(other.conditions)
@@ -163,7 +181,7 @@ class TestWork:
         (work.folder / ".all.tmp-05f11ab9.safetensors").write_bytes(b"half a header")
         assert not work.exists()
         work.check()
-        work.keeper("all")(some_statistics())
+        save_statistics(work.state("all"), some_statistics())
         assert names(work.folder) == ["all.safetensors"], "the next save removes it"
         work.check()
 
@@ -175,11 +193,12 @@ class TestWork:
             now[0] += 20  # a slow disk
 
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
-        monkeypatch.setattr("tuneport.runtime.resume.save_statistics", save)
-        keep = Work(tmp_path / "out", {}, every=60).keeper("all")
+        monkeypatch.setattr(StateFile, "_save", save)
+        state = replace(Work(tmp_path / "out", {}, every=60).state("all"), _last=0.0)
         while now[0] < 600:
             now[0] += 1
-            keep(Statistics())
+            if state.due:
+                save_statistics(state, Statistics())
         assert saved[0] == 60
         assert saved[1] == 60 + 20 + 200
 
@@ -187,7 +206,7 @@ class TestWork:
         (tmp_path / "elsewhere").mkdir()
         (tmp_path / ".out.tuneport-work").symlink_to(tmp_path / "elsewhere")
         with pytest.raises(CheckpointError, match="is a symbolic link, and tuneport does not write to it"):
-            Work(tmp_path / "out", {}, every=0).keeper("all")(some_statistics())
+            Work(tmp_path / "out", {}, every=0).state("all")
         assert names(tmp_path / "elsewhere") == []
 
 

@@ -227,9 +227,10 @@ def test_a_killed_run_continues_to_the_same_texts(tmp_path: Path) -> None:
 def test_the_state_of_another_run_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
     state = StateFile(tmp_path / "texts.safetensors", {"teacher": "abc"})
     collect(Fake(), Prompts(SEEDS), Goal(count=50), state=state)
-    for other, goal in ((state, Goal(count=51)), (replace(state, conditions={"teacher": "b"}), Goal(count=50))):
-        with pytest.raises(CheckpointError, match="other inputs or options"):
-            collect(Fake(), Prompts(SEEDS), goal, state=other)
+    with pytest.raises(CheckpointError, match=r"cannot be resumed: goal\.count was 50 and is 51"):
+        collect(Fake(), Prompts(SEEDS), Goal(count=51), state=state)
+    with pytest.raises(CheckpointError, match='cannot be resumed: teacher was "abc" and is "b"'):
+        collect(Fake(), Prompts(SEEDS), Goal(count=50), state=replace(state, conditions={"teacher": "b"}))
     state.path.write_bytes(state.path.read_bytes().replace(b"how much", b"how many"))
     with pytest.raises(CheckpointError, match="damaged"):
         collect(Fake(), Prompts(SEEDS), Goal(count=50), state=state)

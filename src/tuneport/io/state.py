@@ -1,14 +1,14 @@
 """What an unfinished run has done, in one file, so that it continues with the same bits after a kill.
 
-The file is replaced whole, and has the conditions of the run and a SHA-256 of all that it holds.
+The file is replaced whole. It holds tensors, JSON values, the conditions of the run, and a SHA-256 of all of them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_of
 from ..processes import by_first
 from .checkpoint import open_checkpoint, write_safetensors
 from .fingerprint import digest_of
@@ -24,8 +24,17 @@ from .output import new_file
 from .tensors import describe
 
 FORMAT = "tuneport-state"
-VALUES = "values"  # the tensor that holds JSON
+CONTENT = "content"  # the tensor that holds JSON
 SHARE = 10  # saving takes at most one tenth of the time
+
+
+@contextmanager
+def damage_reported(path: Path) -> Iterator[None]:
+    """Turn what goes wrong with content that only another program can have written into one line."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged. Start over without `resume`.") from error
 
 
 @dataclass
@@ -53,34 +62,48 @@ class StateFile:
     def _load(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         if not self.path.is_file():
             return None
+        values = self.check()
         stored = open_checkpoint(self.path)
-        stated, conditions = stored.metadata, self._hashed()
-        if stated.get("format") != FORMAT or VALUES not in stored:
-            raise CheckpointError(f"{self.path} is not the state of a run. Start without `resume`.")
-        if stated.get("conditions") != conditions:
+        return {name: stored[name] for name in stored if name != CONTENT}, values
+
+    def check(self) -> dict[str, Any]:
+        """The values in the file; a CheckpointError if it is damaged, or of a run under other conditions."""
+        stored = open_checkpoint(self.path)
+        if stored.metadata.get("format") != FORMAT or CONTENT not in stored:
+            raise CheckpointError(f"{self.path} is not the state of a run. Start over without `resume`.")
+        with damage_reported(self.path):
+            if digest_of(FORMAT, stored) != stored.metadata["sha256"]:
+                raise ValueError
+            content = json.loads(stored[CONTENT].numpy().tobytes())
+            changes = list(_changes(content["conditions"], self.conditions))
+            values: dict[str, Any] = content["values"]
+        if changes:
             raise CheckpointError(
-                f"{self.path} is the state of a run with other inputs or options. Give the same ones, or start without "
-                "`resume`."
+                f"{self.path} cannot be resumed: {first_of(changes, 3)}. Give the same inputs and options, or start "
+                "over without `resume`."
             )
-        tensors = {name: stored[name] for name in stored}
-        if digest_of(conditions, tensors) != stated.get("sha256"):
-            raise CheckpointError(f"{self.path} is damaged: its checksum does not fit. Start without `resume`.")
-        return tensors, json.loads(tensors.pop(VALUES).numpy().tobytes())
+        return values
 
     def save(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Replace the file, in the first process."""
         started = time.monotonic()
-        text = bytearray(json.dumps(values).encode())
-        by_first(lambda: self._save({**tensors, VALUES: torch.frombuffer(text, dtype=torch.uint8)}))
+        text = bytearray(json.dumps({"conditions": self.conditions, "values": values}).encode())
+        by_first(lambda: self._save({**tensors, CONTENT: torch.frombuffer(text, dtype=torch.uint8)}))
         self._last = time.monotonic()
         self._pause = SHARE * (self._last - started) if self.every else 0.0
 
     def _save(self, tensors: Mapping[str, Tensor]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        specs, conditions = {name: describe(tensors, name) for name in tensors}, self._hashed()
-        stated = {"format": FORMAT, "conditions": conditions, "sha256": digest_of(conditions, tensors)}
+        specs = {name: describe(tensors, name) for name in tensors}
         with new_file(self.path, overwrite=True) as temporary:
-            write_safetensors(temporary, tensors, specs, stated)
+            write_safetensors(temporary, tensors, specs, {"format": FORMAT, "sha256": digest_of(FORMAT, tensors)})
 
-    def _hashed(self) -> str:
-        return hashlib.sha256(json.dumps(self.conditions, sort_keys=True).encode()).hexdigest()
+
+def _changes(old: Any, new: Any, where: str = "") -> Iterator[str]:
+    """The paths at which two nests of plain values differ, with both values."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in dict.fromkeys((*old, *new)):
+            yield from _changes(old.get(key), new.get(key), f"{where}.{key}" if where else str(key))
+    elif (was := json.dumps(old)) != (now := json.dumps(new)):
+        brief = (t if len(t) <= 60 else f"{t[:40]} ... ({len(t)} characters)" for t in (was, now))
+        yield "{} was {} and is {}".format(where, *brief)

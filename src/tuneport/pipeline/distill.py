@@ -40,7 +40,7 @@ from ..types import Events, Sides
 from .evaluate import with_protocol
 from .inputs import about_inputs, conditions_of
 from .lessons import Lessons, lessons_of, read_own, samples_of, texts_of_test_split
-from .run import check_out, claimed_by_first, state_file, write_taught
+from .run import check_out, claimed_by_first, write_taught
 from .transfer import Result
 
 
@@ -179,7 +179,7 @@ def _taught(found: _Prepared, config: DistillConfig, events: Events, work: Work 
         samples = samples_of(found.old.models, lessons.own, found.heads)
         about = {**found.about, "resolved": {**found.about["resolved"], "loss": samples.objective.name}}
         about["fingerprint"] = fingerprint(conditions_of(found.about, config))
-        saved = None if work is None else state_file(work)
+        saved = None if work is None else work.state("training/state")
         return taught(samples, found.old.vector, lessons, config, about, events, saved)
 
 

@@ -18,7 +18,6 @@ from ..data.dataset import Dataset, as_prompts, joined
 from ..data.samplers import augmented
 from ..data.tasks import read_data
 from ..errors import DataError, MethodError, OptionError
-from ..io.state import StateFile
 from ..measure.answers import is_choice, is_passages
 from ..measure.objectives import choose_objective
 from ..measure.samples import DatasetSamples
@@ -151,10 +150,7 @@ def write(
     events: Events,
 ) -> WrittenSamples:
     """Let a generator write samples and the old model answer them; texts of a `test` split are compared with them."""
-    generator, state = _generator(old, own, config), None
-    if work is not None:
-        work.make_folder()
-        state = StateFile(work.training_state.with_name("texts.safetensors"), work.conditions)
+    generator, state = _generator(old, own, config), None if work is None else work.state("training/texts")
     events.step(f"{generator.name} writes samples")
     found = write_samples(old, generator, own, config, test=test, state=state, events=events)
     models: dict[str, Any] = {"source": old.models.source, "target": old.models.target, "generator": config.generator}

@@ -13,7 +13,6 @@ from ..data.dataset import Dataset
 from ..errors import DataError, TuneportError
 from ..io.output import claimed
 from ..io.sizes import format_bytes
-from ..io.state import StateFile
 from ..measure.fitted_heads import with_teacher_scores
 from ..measure.unseen import Unseen, unseen
 from ..methods import get_method, name_of
@@ -144,7 +143,7 @@ def _run_and_write(
     ported = result = run(setup, config, passes=passes, work=work, events=events)
     if config.distill is not None:
         events.step("distilling", distilling, config.distill)
-        result = ported.distill(config.distill, lora=config.rank, events=events, saved=state_file(work))
+        result = ported.distill(config.distill, lora=config.rank, events=events, saved=work.state("training/state"))
     found = None
     if not isinstance(on, str):
         made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
@@ -258,12 +257,6 @@ def _resume(work: Work, resume: bool, events: Events) -> None:
     elif work.exists():
         events.note(f"what an unfinished run for {work.out} has measured is dropped; `resume=True` continues from it")
         work.remove()
-
-
-def state_file(work: Work) -> StateFile:
-    """Where a run keeps the state of its distillation."""
-    work.make_folder()
-    return StateFile(work.training_state, work.conditions, work.every)
 
 
 def finished(work: Work, output: Output) -> dict[str, Any] | None:

@@ -7,9 +7,9 @@ changes the result by rounding only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import TuneportError
+from ..io.state import StateFile
 from ..maps.statistics import Statistics
 from ..measure.capture import Request, measure_pairs, move_batch
 from ..measure.fitted_heads import measuring
@@ -30,7 +31,7 @@ from ..pairing import blocks_of
 from ..processes import agreed, ranks
 from ..runtime.distributed import gather_transfer, reduce_statistics, share_of
 from ..runtime.passes import Costs, Passes, groups_of, parts_of
-from ..runtime.resume import Work, fingerprint
+from ..runtime.resume import Work, fingerprint, load_statistics, save_statistics
 from ..task_vectors.vector import TaskVector
 from ..types import Events, Progress, ScaleRule, Sides, ignore
 from .scale import Judge, ScaleChoice, choose_on_halves
@@ -65,15 +66,41 @@ def solve(
     Raises:
         TuneportError: if a scale is to be chosen on models that are not whole in memory.
     """
-    solver = _Solver(change, method, work, events or Events(), Costs.of(measurement))
-    if not isinstance(scale, str):
-        return solver.move(measurement, passes, scale)
-    if measurement.target.weights.offloaded or (passes is not None and passes.placements is not None):
+    rule = scale if isinstance(scale, str) else None
+    placements = None if passes is None else passes.placements
+    if rule is not None and (measurement.target.weights.offloaded or placements is not None):
         raise TuneportError(
             "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as `scale`, "
             "or a larger `memory_budget`."
         )
-    return solver.move_and_choose(measurement.halves(), passes, judge, scale)
+    solver = _Solver(change, method, work, events or Events(), Costs.of(measurement))
+    sides = (measurement, measurement) if rule is None else measurement.halves()
+    halves = sides[:1] if sides[0] is sides[1] else sides  # one where there are too few samples to divide
+    names = ("all",) if rule is None else ("first", "second")
+    groups = list(zip(*(groups_of(half, passes) for half in halves), strict=True))
+    of_halves: list[list[Transfer]] = [[] for _ in halves]
+    of_all, counted, choice = list[Transfer](), Statistics(), None
+    cost = solver.costs.answer.target
+    choose = rule and partial(choose_on_halves, judge, sides, rule=rule, events=solver.events, cost=cost)
+    source, target = placements or (None, None)
+    with pinned(measurement.source.module, source), pinned(measurement.target.module, target):
+        for index, group in enumerate(groups):
+            stages = (_stage(name, index, [each[0] for each in groups]) for name in names)
+            parts = list(map(solver.measure, group, stages))
+            whole = reduce(add, parts)
+            counted = _count(counted, whole)
+            if choose and len(groups) == 1:  # the second half is solved if the first leaves open which scale is best
+                choice = choose(solver.joined([solver.move(group[0], part)]) for part in parts)
+            elif choose:
+                for done, moved in zip(of_halves, [solver.move(group[0], part) for part in parts], strict=True):
+                    done.append(moved)
+            in_files = passes is not None and passes.result_in_files
+            of_all += solver.move_to_files(group[0], whole) if in_files else [solver.move(group[0], whole)]
+            del parts, whole  # before the next group is measured
+    if choose and choice is None:
+        choice = choose(map(solver.joined, of_halves))
+    strength = choice.scale if choice is not None else float(scale)
+    return Solution(solver.joined(of_all), strength, choice, counted, solver.seconds)
 
 
 @dataclass
@@ -87,52 +114,7 @@ class _Solver:
     costs: Costs
     seconds: float = 0.0
 
-    def move(self, measurement: Measurement, passes: Passes | None, scale: float) -> Solution:
-        """Measure and move, group by group; the statistics of a group are freed before the next one is measured."""
-        moved, counted = [], Statistics()
-        source, target = (passes.placements if passes is not None else None) or (None, None)
-        with pinned(measurement.source.module, source), pinned(measurement.target.module, target):
-            for index, group in enumerate(groups := groups_of(measurement, passes)):
-                statistics = self._measure(group, _stage("all", index, groups))
-                if passes is not None and passes.result_in_files:
-                    whole = ranks().size > 1  # processes own blocks of a group
-                    parts = [group] if whole else parts_of(group, blocks_of(group.plan.pairs))
-                    moved += [_in_files(self._move(part, statistics)) for part in parts]
-                else:
-                    moved.append(self._move(group, statistics))
-                counted = _count(counted, statistics)
-                del statistics
-        return Solution(self._joined(moved), scale, None, counted, self.seconds)
-
-    def move_and_choose(
-        self, sides: tuple[Measurement, Measurement], passes: Passes | None, judge: Judge, rule: ScaleRule
-    ) -> Solution:
-        """As `move`, with the scale chosen by the two halves of the samples."""
-
-        def chosen(moved: Iterable[Transfer]) -> ScaleChoice:
-            return choose_on_halves(judge, sides, moved, rule, self.events, self.costs.answer.target)
-
-        halves = sides[:1] if sides[0] is sides[1] else sides  # one where there are too few samples to divide
-        groups = list(zip(*(groups_of(half, passes) for half in halves), strict=True))
-        moved: list[list[Transfer]] = [[] for _ in halves]
-        of_all, counted = [], Statistics()
-        for index, group in enumerate(groups):
-            stages = (_stage(name, index, [each[0] for each in groups]) for name in ("first", "second"))
-            parts = list(map(self._measure, group, stages))
-            whole = reduce(add, parts)
-            counted = _count(counted, whole)
-            if len(groups) == 1:  # the second half is solved if the first leaves open which scale is best
-                choice = chosen(self._joined([self._move(group[0], part)]) for part in parts)
-                both = self._joined([self._move(group[0], whole)])
-                return Solution(both, choice.scale, choice, counted, self.seconds)
-            for done, part in zip(moved, parts, strict=True):
-                done.append(self._move(group[0], part))
-            of_all.append(self._move(group[0], whole))
-            del parts, whole
-        choice = chosen(map(self._joined, moved))
-        return Solution(self._joined(of_all), choice.scale, choice, counted, self.seconds)
-
-    def _measure(self, measurement: Measurement, stage: str) -> Statistics:
+    def measure(self, measurement: Measurement, stage: str) -> Statistics:
         started, count = time.perf_counter(), len(measurement.samples)
         self.events.step("measuring", count * self.costs.measure(measurement.plan.pairs), count)
         statistics = measure(
@@ -148,13 +130,18 @@ class _Solver:
         self.seconds += time.perf_counter() - started
         return statistics
 
-    def _move(self, measurement: Measurement, statistics: Statistics) -> Transfer:
+    def move(self, measurement: Measurement, statistics: Statistics) -> Transfer:
         pairs = measurement.plan.pairs
         self.events.step(f"solving {len(pairs)} layers", self.costs.solve(pairs), len(pairs))
         problem = problem_of(measurement, self.change.vector, statistics)
         return gather_transfer(replace(problem, on_layer=lambda _: self.events.advance(1)), self.method)
 
-    def _joined(self, moved: Sequence[Transfer]) -> Transfer:
+    def move_to_files(self, measurement: Measurement, statistics: Statistics) -> list[Transfer]:
+        """As `move`, block by block, with dense entries in temporary files; several processes own blocks of a group."""
+        parts = [measurement] if ranks().size > 1 else parts_of(measurement, blocks_of(measurement.plan.pairs))
+        return [_in_files(self.move(part, statistics)) for part in parts]
+
+    def joined(self, moved: Sequence[Transfer]) -> Transfer:
         """All groups, with the rows of added tokens, unless the method moved the tables themselves."""
         joined, rows = Transfer.join(moved), dict(self.change.added.vector)
         return replace(joined, task_vector=TaskVector(rows | dict(joined.task_vector))) if rows else joined
@@ -198,14 +185,11 @@ def measure(
         return Statistics()
     here = ranks()
     stage = stage if here.size == 1 else f"{stage}-{here.rank}-of-{here.size}"
-    earlier = work.load(stage, measurement.runs_on) if work is not None else None
-    if earlier is not None:
-        progress(earlier.samples)
-    keeper = work.keeper(stage) if work is not None else None
+    state = None if work is None else work.state(stage)
     owned: dict[str, Any] = {"by_layer": by_layer, "device": measurement.runs_on}
     with measuring(measurement.target, measurement.samples):
         share = share_of(measurement.samples)
-        found = agreed(lambda: _measured(measurement, share, wanted, progress, earlier, keeper))
+        found = agreed(lambda: _measured(measurement, share, wanted, progress, state))
     statistics = reduce_statistics(found, measurement.plan, **owned)
     more = measurement.samples.views(measurement.limits.seed) if views and INPUT in wanted else None
     if more is not None:
@@ -220,8 +204,7 @@ def _measured(
     share: tuple[Samples, int],
     signals: frozenset[str],
     progress: Progress = ignore,
-    earlier: Statistics | None = None,
-    keeper: Callable[[Statistics], None] | None = None,
+    state: StateFile | None = None,
 ) -> Statistics:
     """The statistics of this process's share of the samples; none if it has no sample."""
     mine, before = share
@@ -232,6 +215,9 @@ def _measured(
     if limits.placements is None:
         for model in measurement.models:
             model.require_in_memory("measuring without a plan", "give a larger one, or run a transfer")
+    earlier = None if state is None else load_statistics(state, measurement.runs_on)
+    if earlier is not None:
+        progress(earlier.samples)
     left = mine if earlier is None else mine.take_batches(earlier.passes["forward"])
     source, target = limits.placements or (None, None)
     limit = None
@@ -247,11 +233,16 @@ def _measured(
         # the gradient of a weight that is fetched when it is used is not known
         loose=[pair.target.name for pair in plan.loose] if WEIGHT_GRADIENT in signals and target is None else (),
     )
+
+    def keep(statistics: Statistics) -> None:
+        if state is not None and state.due:
+            save_statistics(state, statistics)
+
     modules = Sides(*(model.module for model in measurement.models))
     with placed(modules.source, source), placed(modules.target, target):
         batches = left if target is None else (move_batch(batch, target.device) for batch in left)
         return measure_pairs(
-            modules, plan.pairs, batches, losses, request, progress=progress, start=earlier, on_batch=keeper
+            modules, plan.pairs, batches, losses, request, progress=progress, start=earlier, on_batch=keep
         )
 
 

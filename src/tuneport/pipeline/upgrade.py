@@ -23,7 +23,6 @@ from ..config import DistillConfig, TransferConfig, TransferInputs, UpgradeConfi
 from ..data.dataset import Dataset
 from ..data.samplers import select
 from ..errors import DataError, MethodError, OptionError, PairingError, TuneportError
-from ..io.state import StateFile
 from ..measure.fitted_heads import before_port, with_teacher_scores
 from ..measure.unseen import RouteJudge, RouteScore
 from ..models.base import Model, ModelLike
@@ -319,9 +318,7 @@ class _Routes:
         """Teach a student that begins at the port, where that helps, or at the target."""
         lora, saved, work, events = self.asked.rank, None, self.lessons.work, self.lessons.events
         if work is not None:
-            work.make_folder()
-            place = work.training_state.with_name(f"{name}.safetensors")
-            saved = StateFile(place, {**work.conditions, "route": name}, work.every)
+            saved = work.state(f"training/{name}", route=name)
         samples = samples_of(self.models, lessons.own, self.judge.heads)
         if start is None and self.lessons.old.writes:
             config = DistillConfig.of(steps=self.config.steps, lora=lora, seed=self.config.seed)

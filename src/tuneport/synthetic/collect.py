@@ -133,7 +133,8 @@ def collect(
     filters = [form(prompts), near_duplicates(prompts.seeds)] if filters is None else filters
     names = [one.name for one in (*filters, *judges)]
     if state is not None:
-        state = replace(state, conditions=[state.conditions, generator.name, asdict(prompts), asdict(goal), names])
+        about = {"generator": generator.name, "prompts": asdict(prompts), "goal": asdict(goal), "filters": names}
+        state = replace(state, conditions={**state.conditions, **about})
     now, events = _begin(goal, state), events or Events()
     events.plan(expected := _left(now, goal))
     while not _complete(now, goal, labels_of(now, prompts)):
