@@ -188,7 +188,7 @@ def ask_server(path: Path, model: Any) -> None:
             url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             generator = ServerGenerator(url, seconds=0.3, tries=2, pause=0.0, workers=1)
             prompts = Prompts(SEEDS)
-            goal = Goal(2, fewest=1, rounds=1, largest=2)
+            goal = Goal(2, rounds=1, largest=2)
             filters = (form(prompts), near_duplicates(SEEDS))
             collect(generator, prompts, goal, filters=filters, answer=lambda texts: _encoded(model, texts))
         finally:

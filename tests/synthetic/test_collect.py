@@ -74,7 +74,7 @@ def obedient(text: str, head: str) -> str:
 def test_as_many_as_wanted_are_kept() -> None:
     found = collect(Fake(), Prompts(SEEDS), Goal(count=300))
     assert len(found.texts) == len(set(found.texts)) == 300
-    assert found.answers is None
+    assert found.answers == ()
     assert found.asked >= 300
     assert found.judged == {"form": found.asked, "near duplicates": found.asked}
     assert found.seconds > 0
@@ -123,13 +123,13 @@ def test_thin_answers_are_asked_for_by_name_and_topped_up() -> None:
     assert min(counts[choice] for choice in CHOICES) >= 240 // (2 * 3)
     assert found.record()["shares"] == pytest.approx({name: count / 240 for name, count in counts.items()})
     assert fake.headers['Examples with the answer "sky":'] > 0
-    assert list(found.answers or ()) == kind(found.texts)
+    assert list(found.answers) == kind(found.texts)
 
 
 def test_an_answer_that_never_comes_does_not_keep_the_others_waiting() -> None:
     found = collect(Fake(), Prompts(SEEDS, choices=CHOICES), Goal(count=240), answer=kind)
     assert len(found.texts) == 240
-    assert "sky" not in (found.answers or ())
+    assert "sky" not in found.answers
     assert found.rounds < 12
 
 
@@ -168,7 +168,7 @@ def test_progress_follows_what_is_asked_and_is_not_complete_before_the_last_roun
 def test_answers_that_are_not_to_choose_from_are_dropped() -> None:
     found = collect(Fake(), Prompts(SEEDS, choices=("thing",)), Goal(count=100), answer=kind)
     assert found.dropped["answer"]["not among the answers"] > 0
-    assert set(found.answers or ()) == {"thing"}
+    assert set(found.answers) == {"thing"}
 
 
 def test_answers_that_many_texts_share_are_topped_up_as_if_they_were_given() -> None:
@@ -187,7 +187,7 @@ def test_rare_answers_are_dropped_where_answers_are_labels() -> None:
         return [f"odd {text[12:16]}" if text[12] == "1" else one for text, one in zip(texts, kind(texts), strict=True)]
 
     found = collect(Fake(), Prompts(SEEDS), Goal(count=400), answer=odd)
-    assert set(found.answers or ()) == {"fruit", "thing"}
+    assert set(found.answers) == {"fruit", "thing"}
     assert found.dropped["rare answer"]["given to few texts"] > 0
 
 
@@ -256,7 +256,7 @@ def test_a_collapse_onto_few_answers_is_refused() -> None:
         )
     same = Prompts(SEEDS, answers=("thing",) * 4, choices=("thing", "sky"))  # so have the seed samples
     found = collect(Fake(), same, Goal(count=50), answer=lambda texts: ["thing"] * len(texts))
-    assert set(found.answers or ()) == {"thing"}
+    assert set(found.answers) == {"thing"}
 
 
 def test_a_probe_that_tells_all_apart_is_refused() -> None:
@@ -304,7 +304,7 @@ def test_a_small_model_writes_and_answers(base: Model) -> None:
     prompts, generator = Prompts(SENTENCES[:6], shots=2, choices=LEVELS), LocalGenerator(base)
     found = collect(generator, prompts, LOOSE, answer=levels(base))
     assert len(found.texts) == 8
-    assert list(found.answers or ()) == levels(base)(found.texts)
+    assert list(found.answers) == levels(base)(found.texts)
     seen = [Candidate(text) for text in found.texts]
     assert form(prompts).reasons(seen, []) == near_duplicates(prompts.seeds).reasons(seen, []) == [None] * 8
     assert found == collect(generator, prompts, LOOSE, answer=levels(base))
@@ -330,7 +330,7 @@ def test_a_secret_of_the_teacher_is_not_stored_if_the_base_writes(base: Model, t
     stored = "\n".join(
         (
             *found.texts,
-            *(found.answers or ()),
+            *found.answers,
             state.path.read_bytes().decode("utf-8", "replace"),
             json.dumps(found.record()),
         )

@@ -41,7 +41,6 @@ class Goal:
     """How many texts are wanted, and how they are written."""
 
     count: int = 2000  # texts to keep
-    fewest: int | None = None  # the fewest that are worth training on; a tenth of `count` unless given
     rounds: int = 24  # the most rounds
     largest: int = 1000  # the most texts of one round
     max_new_tokens: int = 64  # of a text
@@ -53,12 +52,17 @@ class Goal:
 
     @property
     def least(self) -> int:
-        return max(self.count // 10, 1) if self.fewest is None else self.fewest
+        """The fewest that are worth training on."""
+        return max(self.count // 10, 1)
 
 
 @dataclass
 class Rounds:
-    """All that a round needs to know of the rounds before it. A text stands with its answer, which may be None."""
+    """All that a round needs to know of the rounds before it, and at the end what was collected.
+
+    A text stands with its answer, which may be None. `dropped` has the number of texts that each filter dropped, by
+    reason; `judged` those that each filter saw.
+    """
 
     temperature: float
     rounds: int = 0
@@ -68,7 +72,16 @@ class Rounds:
     spare: list[tuple[str, str | None]] = field(default_factory=list)  # had no place beside the thin answers
     judged: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, dict[str, int]] = field(default_factory=dict)
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(text for text, _ in self.kept)
+
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """The teacher's answers; none if it was not asked."""
+        return tuple(given for _, given in self.kept if given is not None)
 
     @property
     def good(self) -> int:
@@ -85,27 +98,11 @@ class Rounds:
         """The number of texts that each filter dropped."""
         return {name: sum(reasons.values()) for name, reasons in self.dropped.items()}
 
-
-@dataclass(frozen=True)
-class Collected:
-    """Written texts with the teacher's answers, if it was asked, and how they came about.
-
-    `dropped` has the number of texts that each filter dropped, by reason; `judged` those that each filter saw.
-    """
-
-    texts: tuple[str, ...]
-    answers: tuple[str, ...] | None
-    asked: int
-    rounds: int
-    temperature: float
-    judged: Mapping[str, int]
-    dropped: Mapping[str, Mapping[str, int]]
-    seconds: float = field(compare=False)
-
     def record(self) -> dict[str, Any]:
         """All but the texts, as plain values, and the share of each answer."""
-        known = {key: value for key, value in asdict(self).items() if key not in ("texts", "answers")}
-        return {**known, "texts": len(self.texts), "shares": shares(self.answers or ())}
+        keys = ("asked", "rounds", "temperature", "judged", "dropped", "seconds")
+        known = {key: getattr(self, key) for key in keys}
+        return {**known, "texts": len(self.kept), "shares": shares(self.answers)}
 
 
 def collect(
@@ -118,7 +115,7 @@ def collect(
     judges: Sequence[Filter] = (),
     state: StateFile | None = None,
     events: Events | None = None,
-) -> Collected:
+) -> Rounds:
     """Collect texts until there are enough or the rounds are used up.
 
     Args:
@@ -163,12 +160,9 @@ def collect(
         now.seconds += time.perf_counter() - started
         if state is not None:
             state.save({}, asdict(now))
-    found = _without_rare(now, prompts)[: goal.count]
-    answers = None if answer is None else tuple(str(given) for _, given in found)
-    texts, judged = tuple(text for text, _ in found), (now.judged, now.dropped, now.seconds)
-    collected = Collected(texts, answers, now.asked, now.rounds, now.temperature, *judged)
-    check(collected, goal, prompts)
-    return collected
+    now.kept = _without_rare(now, prompts)[: goal.count]
+    check(now, goal, prompts)
+    return now
 
 
 def _begin(goal: Goal, state: StateFile | None) -> Rounds:
@@ -181,9 +175,9 @@ def _begin(goal: Goal, state: StateFile | None) -> Rounds:
     return found
 
 
-def check(collected: Collected, goal: Goal, prompts: Prompts) -> None:
+def check(collected: Rounds, goal: Goal, prompts: Prompts) -> None:
     """Raise a DataError if the texts cannot bring the task, with what was dropped and what to do."""
-    count, given, choices = len(collected.texts), shares(collected.answers or ()), prompts.choices
+    count, given, choices = len(collected.texts), shares(collected.answers), prompts.choices
     told, seen = sum(collected.dropped.get(PROBE, {}).values()), collected.judged.get(PROBE, 0)
     more = "Give more seed samples" if prompts.seeds else "Give seed samples"
     advice = f"{more}, a sentence that says more (`describe`), or another `generator`."

@@ -214,7 +214,7 @@ def write_samples(
     found = collect(generator, prompts, goal, answer=answer, judges=judges, state=state, events=events)
     data = Dataset(list(found.texts), None, ()) if passages else asked(found.texts)
     if not passages and old.writes and not choices:
-        data = replace(with_answers(data, list(found.answers or ())), answers="teacher")
+        data = replace(with_answers(data, list(found.answers)), answers="teacher")
     name = generator.name if "://" in generator.name else Path(generator.name).name  # without folders; or an address
     record = {"generator": name, **found.record(), **overlap_of(found.texts, seeds, test)}
     if data.answers == "teacher":  # each is a text
