@@ -20,18 +20,18 @@ def routes(**judge: Any) -> _Routes:
     nothing: Any = None
     lessons: Any = SimpleNamespace(of=lambda name: f"lessons of {name}", events=Events(), work=None)
     scores: Any = SimpleNamespace(**judge)
-    return _Routes(nothing, nothing, "", {}, nothing, nothing, lessons, scores)
+    return _Routes(nothing, "", nothing, nothing, lessons, scores)
 
 
-@pytest.mark.parametrize(("better", "start"), [(1, "the port"), (0, None), (-1, None)])
+@pytest.mark.parametrize(("better", "start"), [(1, "the port"), (0, False), (-1, False)])
 def test_a_student_begins_at_a_port_that_clearly_helps(
-    monkeypatch: pytest.MonkeyPatch, better: int, start: str | None
+    monkeypatch: pytest.MonkeyPatch, better: int, start: str | bool
 ) -> None:
-    monkeypatch.setattr(_Routes, "_teach", lambda _, name, lessons, start: (name, lessons, start))
+    monkeypatch.setattr(_Routes, "_teach", lambda _, name, lessons, port, helps: (name, lessons, helps and port))
     port: Any = "the port"
     found: Any = routes(better=lambda first, second: better * (first.name == "target") * (second.name == "port"))
     assert found.take("distill", port, ROWS) == ("distill", "lessons of distill", start)
-    assert found.take("distill", port, ROWS[:2])[2] is None
+    assert found.take("distill", port, ROWS[:2])[2] is False
 
 
 @pytest.mark.parametrize(("more", "note"), [(0.9, ""), (1.1, "forgets: its loss on neutral text is higher by 5.5 %")])

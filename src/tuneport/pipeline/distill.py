@@ -5,6 +5,7 @@ From paths to an output, without a transfer before it. `pipeline.upgrade` makes 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,11 +20,10 @@ from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
 from ..errors import OptionError, TuneportError
 from ..io.places import local
-from ..io.state import StateFile
-from ..measure.samples import DatasetSamples
+from ..measure.samples import Calibration
 from ..methods import get_method
 from ..models.base import Model, ModelLike
-from ..models.change import change_of, opened
+from ..models.change import Change, change_of, opened
 from ..models.heads import Head, choose_head
 from ..models.open import DTYPES, dtype_on, open_both, outline_model, pick_device
 from ..models.weights import shard
@@ -35,13 +35,12 @@ from ..runtime.resume import Work, fingerprint
 from ..synthetic.samples import OldModel
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
-from ..training.distill import teach
 from ..types import Events, Sides
 from .evaluate import with_protocol
 from .inputs import about_inputs, conditions_of
 from .lessons import Lessons, lessons_of, read_own, samples_of, texts_of_test_split
 from .run import check_out, claimed_by_first, write_taught
-from .transfer import Result
+from .transfer import Result, Setup, untouched
 
 
 def distill(
@@ -174,43 +173,26 @@ def _heads(models: Sides[Model], wanted: str | None, dataset: Dataset) -> Sides[
 
 def _taught(found: _Prepared, config: DistillConfig, events: Events, work: Work | None = None) -> Result:
     """Gather the lessons and teach them."""
+    models = found.old.models
     with undivided() if config.shard else nullcontext():
         lessons = lessons_of(found.old, found.own, config, test=found.test, work=work, events=events)
-        samples = samples_of(found.old.models, lessons.own, found.heads)
+        samples = samples_of(models, lessons.own, found.heads)
         about = {**found.about, "resolved": {**found.about["resolved"], "loss": samples.objective.name}}
         about["fingerprint"] = fingerprint(conditions_of(found.about, config))
+        setup = Setup(models, Change(found.old.vector), Plan(()), Calibration(samples), about)
+        start = untouched(setup, _output_options(config))
         saved = None if work is None else work.state("training/state")
-        return taught(samples, found.old.vector, lessons, config, about, events, saved)
+        return told(start.taught(config, extra=lessons.extra, events=events, saved=saved), lessons, config)
 
 
-def taught(
-    samples: DatasetSamples,
-    change: TaskVector,
-    lessons: Lessons,
-    config: DistillConfig,
-    about: Mapping[str, Any],
-    events: Events,
-    saved: StateFile | None,
-) -> Result:
-    """Teach a target as it is, and describe it in a record."""
-    found = teach(samples, change, TaskVector({}), config, extra=lessons.extra, events=events, saved=saved)
-    vector, entry = found.change, found.entry
-    record = {
-        **about,
-        "method": "distill",
-        "scale": 1.0,
-        "samples": len(samples),
-        "seconds": entry["seconds"],
-        "seconds_by_stage": {"distill": entry["seconds"]},
-        "passes": {},
-        "layers": [],
-        "not_transported": [],
-        "left_behind": [],
-        "distilled": {"teacher": about["finetuned"]["name"], **entry},
-        **lessons.record(),
-    }
-    files = lessons.files(config.keep_texts)
-    return Result(Update(found.target, vector), (), (), _output_options(config), record, texts=files)
+def told(result: Result, lessons: Lessons, config: LessonsConfig) -> Result:
+    """A student with what is said of the samples that were written for it, and their texts where they are kept."""
+    if lessons.written is None:
+        return result
+    texts = lessons.written.texts if config.keep_texts else ()
+    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    record = {**result.record, "synthetic": lessons.written.record}
+    return replace(result, record=record, texts={"texts.jsonl": lines} if lines else {})
 
 
 def _output_options(config: DistillConfig) -> TransferConfig:

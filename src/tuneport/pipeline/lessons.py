@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,16 +45,6 @@ class Lessons:
     own: Dataset
     extra: Extra | None = None
     written: WrittenSamples | None = None
-
-    def record(self) -> dict[str, Any]:
-        """What the run record says of written samples."""
-        return {} if self.written is None else {"synthetic": self.written.record}
-
-    def files(self, keep: bool) -> dict[str, str]:
-        """The written texts as a file beside the output, if they are kept."""
-        texts = self.written.texts if keep and self.written is not None else ()
-        lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-        return {"texts.jsonl": lines} if lines else {}
 
 
 def read_own(data: str | Path | Dataset, config: LessonsConfig) -> Dataset:
@@ -208,96 +197,67 @@ def samples_of(models: Sides[Model], data: Dataset, heads: Sides[Head] | None) -
 
 @dataclass(frozen=True, eq=False)
 class UpgradeSamples:
-    """The samples: own ones and written ones, those that are taught and those that judge.
-
-    What a property needs is written or answered when it is read first.
-    """
+    """The samples of an upgrade, divided into those that are taught and those that judge."""
 
     old: OldModel
-    data: Any
-    drawn: Dataset | None
     config: UpgradeConfig
     work: Work | None
     events: Events
-
-    @property
-    def few(self) -> bool:
-        """Whether own samples are too few to be divided, and written ones judge."""
-        return isinstance(self._beside_few, WrittenSamples)
-
-    @cached_property
-    def _beside_few(self) -> WrittenSamples | DataError | None:
-        """What is written where own samples are few; the error, if own ones have to judge after all; else None."""
-        writes = "synthetic" in self.config.routes and self.old.writes
-        if not writes or (self.drawn is not None and len(self.drawn) >= FEW):
-            return None
-        try:
-            return self._write(self.drawn)
-        except DataError as error:
-            if self.drawn is None or len(self.drawn) < FEWEST:
-                raise
-            return error
+    taught: Dataset | None  # own samples as they were given, if there are any
+    own: Dataset  # the same with the old model's answers; written ones if there are none
+    held_out: Dataset  # the samples that judge, with the old model's answers
+    raw_held_out: Dataset  # the same with the labels and answers of the data
+    few: WrittenSamples | None  # written samples, which judge where own ones are too few to be divided
+    write: Callable[[], WrittenSamples]  # further ones; own samples that judge are not shown to the generator
 
     @cached_property
     def written(self) -> WrittenSamples:
-        """Samples that a generator has written; own ones that judge are not shown to it."""
-        if isinstance(self._beside_few, DataError):
-            raise self._beside_few
-        return self._beside_few or self._write(self._taught_raw)
-
-    def _write(self, own: Dataset | None) -> WrittenSamples:
-        test = texts_of_test_split(self.data, self.config)
-        return write(self.old, own, self.config, test=test, work=self.work, events=self.events)
-
-    @cached_property
-    def _judges(self) -> int:
-        count = len(self.written.data) if self.few else len(self.drawn or ())
-        if not self.few and count < FEWEST:
-            raise DataError(f"an upgrade needs at least {FEWEST} own samples, and there are {count}.")
-        return min(round(HELD_OUT * count), MOST_HELD_OUT)
-
-    @cached_property
-    def _taught_raw(self) -> Dataset | None:
-        if self.drawn is None or self.few:
-            return self.drawn
-        return self.drawn.subset(np.arange(self._judges, len(self.drawn)))
-
-    @cached_property
-    def raw_held_out(self) -> Dataset:
-        """The samples that judge, with the labels and answers of the data, without those that nobody can answer."""
-        if self.few or self.drawn is None:
-            return self.held_out
-        return self.drawn.subset(np.arange(self._judges)).subset(self._answered[1])
-
-    @cached_property
-    def _answered(self) -> tuple[Dataset, Rows]:
-        assert self.drawn is not None
-        return self.old.answers(self.drawn.subset(np.arange(self._judges)), self.events)
-
-    @cached_property
-    def held_out(self) -> Dataset:
-        """The samples that judge, with the old model's answers."""
-        return self.written.data.subset(np.arange(self._judges)) if self.few else self._answered[0]
-
-    @cached_property
-    def own(self) -> Dataset:
-        """The own samples that are taught, with the old model's answers; written ones if there are none."""
-        if self._taught_raw is None:
-            return self._written_rest
-        return _own_answered(self.old, self._taught_raw, self.config, self.events)
-
-    @property
-    def _written_rest(self) -> Dataset:
-        return self.written.data.subset(np.arange(self._judges if self.few else 0, len(self.written.data)))
+        """Samples that a generator writes when they are needed first."""
+        return self.few or self.write()
 
     def of(self, route: str) -> Lessons:
         """What a route teaches: own samples, for synthetic also extra or written ones."""
         if route == "distill":
-            if self.drawn is None or len(self.own) < FEWEST // 2:
+            if self.taught is None or len(self.own) < FEWEST // 2:
                 raise MethodError("there are too few own samples")
             return Lessons(self.own, views_of(self.old, self.own, self.config, self.events))
-        extra = None if self._taught_raw is None else read_extra(self.old, self._taught_raw, self.config, self.events)
+        extra = None if self.taught is None else read_extra(self.old, self.taught, self.config, self.events)
         if extra is not None and not self.config.describe and not self.config.generator and not self.old.writes:
             return Lessons(self.own, Extra(extra))
-        beside = None if self.drawn is None else _beside(self._written_rest, extra)
-        return Lessons(self.own, beside, self.written)
+        data = self.written.data
+        if self.few is not None:  # the first ones judge
+            data = data.subset(np.arange(len(self.held_out), len(data)))
+        return Lessons(self.own, None if self.taught is None else _beside(data, extra), self.written)
+
+
+def divide(
+    old: OldModel, data: Any, drawn: Dataset | None, config: UpgradeConfig, work: Work | None, events: Events
+) -> UpgradeSamples:
+    """Divide own samples; few are all taught, and written ones judge, or own ones after all if none can be written."""
+    count, few, failed = len(drawn or ()), None, None
+
+    def more(own: Dataset | None) -> WrittenSamples:
+        if failed is not None:
+            raise failed
+        return write(old, own, config, test=texts_of_test_split(data, config), work=work, events=events)
+
+    if "synthetic" in config.routes and old.writes and count < FEW:
+        try:
+            few = more(drawn)
+        except DataError as error:
+            if count < FEWEST:
+                raise
+            failed = error
+    elif count < FEWEST:
+        raise DataError(f"an upgrade needs at least {FEWEST} own samples, and there are {count}.")
+    divided = drawn if few is None else few.data
+    assert divided is not None
+    held = min(round(HELD_OUT * len(divided)), MOST_HELD_OUT)
+    judging, rest = divided.subset(np.arange(held)), divided.subset(np.arange(held, len(divided)))
+    taught = drawn if few is not None else rest
+    own = rest if taught is None else _own_answered(old, taught, config, events)
+    held_out, raw = judging, judging
+    if few is None:
+        held_out, rows = old.answers(judging, events)
+        raw = judging.subset(rows)  # without those that nobody can answer
+    return UpgradeSamples(old, config, work, events, taught, own, held_out, raw, few, lambda: more(taught))

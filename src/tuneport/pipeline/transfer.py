@@ -43,6 +43,8 @@ from .samples import Data, are_samples, draw_samples
 from .scale import Judge
 from .solve import Solution, solve
 
+UNTOUCHED = "distill"  # the method in the record of what no method has moved
+
 
 @dataclass(frozen=True, eq=False)
 class Setup:
@@ -156,6 +158,13 @@ class Result:
             events: listens to the run.
             saved: keeps the state of the run, and gives back that of a killed one.
         """
+        config = DistillConfig.of(
+            steps=steps, learning_rate=learning_rate, lora=lora, seed=self.config.seed, batch_size=batch_size
+        )
+        return self.taught(config, samples, extra=extra, events=events, saved=saved)
+
+    def taught(self, config: DistillConfig, samples: Samples | None = None, **more: Any) -> Result:
+        """As `distill`, with all options of a distillation."""
         if self.setup is None:
             raise TuneportError("this result does not know the models and samples that it was made from.")
         change = self.setup.change
@@ -167,19 +176,19 @@ class Result:
         def headed(taught: DatasetSamples) -> Model:
             return self.target.with_head(fit_head(self.target, self.apply(), taught))
 
-        config = DistillConfig.of(
-            steps=steps, learning_rate=learning_rate, lora=lora, seed=self.config.seed, batch_size=batch_size
-        )
-        start = self.task_vector * self.scale
-        more: Any = {"headed": headed if change.fits_head else None, "extra": extra, "events": events, "saved": saved}
+        start, more["headed"] = self.task_vector * self.scale, headed if change.fits_head else None
         vector, entry, target = teach(samples, change.vector, start, config, **more)
         record = {**self.record, "distilled": {"teacher": self.record["finetuned"]["name"], **entry}}
-        if lora is None and entry["best"] == 0:
+        if self.record.get("method") == UNTOUCHED:
+            seconds = entry["seconds"]
+            record |= {"samples": len(samples), "seconds": seconds, "seconds_by_stage": {"distill": seconds}}
+        if config.lora is None and entry["best"] == 0:
             return replace(self, record=record)
         changed = {self.target.weights.file_names[name] for name in vector}
         kept = tuple(item for item in self.not_transported if item.tensor not in changed)
         record["not_transported"] = [asdict(item) for item in kept]
-        record |= asdict(summarize(None, scale=1.0, distilled=True))
+        if "outcome" in record:
+            record |= asdict(summarize(None, scale=1.0, distilled=True))
         update = replace(self.update, target=target, vector=vector, scale=1.0)
         return replace(self, update=update, not_transported=kept, record=record)
 
@@ -215,6 +224,13 @@ class Result:
         paths = [part.get("path") for part in (*parts, *parts[1].get("parts", ()))]
         known = [path_of(path) for path in paths if path]
         return known if self.target.weights.folder is None else [*known, self.target.weights.folder]
+
+
+def untouched(setup: Setup, config: TransferConfig) -> Result:
+    """The target as it is, which a distillation without a port begins with."""
+    record = {**setup.about, "method": UNTOUCHED, "scale": 1.0, "passes": {}}
+    record |= {"layers": [], "not_transported": [], "left_behind": []}
+    return Result(Update(setup.models.target, TaskVector({})), (), (), config, record, setup)
 
 
 def transfer(

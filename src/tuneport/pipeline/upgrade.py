@@ -24,11 +24,13 @@ from ..data.dataset import Dataset
 from ..data.samplers import select
 from ..errors import DataError, MethodError, OptionError, PairingError, TuneportError
 from ..measure.fitted_heads import before_port, with_teacher_scores
+from ..measure.samples import Calibration
 from ..measure.unseen import RouteJudge, RouteScore
 from ..models.base import Model, ModelLike
-from ..models.change import Finetuned, is_whole
+from ..models.change import Change, Finetuned, is_whole
 from ..models.weights import changed
 from ..outputs import output_of
+from ..pairing import Plan
 from ..processes import by_first
 from ..report.decision import decision, disagreements
 from ..report.provenance import data_identity
@@ -36,12 +38,12 @@ from ..runtime.resume import Work, fingerprint
 from ..synthetic.samples import OldModel
 from ..training.neutral import TOLERANCE, Neutral
 from ..types import FORMATS, Events, Sides
-from .distill import about_others, taught
+from .distill import about_others, told
 from .estimate import check_same_shapes
 from .inputs import about_inputs, conditions_of, open_models, read_change
-from .lessons import MOST_SAMPLES, PORTED, Lessons, UpgradeSamples, read_own, samples_of
+from .lessons import MOST_SAMPLES, PORTED, Lessons, UpgradeSamples, divide, read_own, samples_of
 from .run import check_out, claimed_by_first, write_taught
-from .transfer import Result, Setup, prepare, run
+from .transfer import Result, Setup, prepare, run, untouched
 
 RANK = 16  # of a LoRA
 NEXT = (
@@ -134,7 +136,7 @@ def upgrade_to_folder(
             if found.result is None:
                 return {**about, "out": None}
             events.step("writing")
-            said = {"headline": found.decision, "recommendation": NEXT, "fingerprint": fingerprint(work.conditions)}
+            said = {"headline": found.decision, "recommendation": NEXT}
             result = replace(found.result, record={**found.result.record, **about, **said})
             lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in found.disagreements)
             texts = {"disagreements.jsonl": lines}
@@ -148,7 +150,7 @@ def _upgrade(opened: _Opened, config: UpgradeConfig, events: Events, work: Work 
     started = time.perf_counter()
     routes = _prepare(opened, config, events, work)
     judge, rows, made = routes.judge, routes.first_rows(), dict[str, Result]()
-    device = routes.models.target.device
+    device = routes.setup.models.target.device
     for name in config.routes:
         if config.time is not None and by_first(lambda: time.perf_counter() - started) > config.time:
             rows.append(RouteScore(name, note="the time was up"))
@@ -174,7 +176,8 @@ def _upgrade(opened: _Opened, config: UpgradeConfig, events: Events, work: Work 
     shown = disagreements(judge, rows, chosen) if stored else ()
     result = None if chosen is None else made[chosen]
     if result is not None:  # the options are those of an upgrade, not of the transfer that a route is
-        result = replace(result, record={**result.record, "options": config.to_json()})
+        about = {key: opened.about[key] for key in ("options", "fingerprint")}
+        result = replace(result, record={**result.record, **about})
     return Upgrade(tuple(rows), chosen, decision(judge, rows, chosen), result, shown)
 
 
@@ -205,33 +208,31 @@ def _open(source: Any, tuned: Any, target: Any, data: Any, config: UpgradeConfig
     if not is_whole(models.source, change, config.exclude):
         raise TuneportError("an upgrade asks the old model, which must be whole: leave out `exclude`.")
     about = about_inputs("upgrade", config, models, change.parts, drawn)
-    about["resolved"] = {"device": str(models.target.device), "dtype": config.dtype}
-    return _Opened(tuned, data, own, OldModel(models, change.vector), asked, about | about_others(config))
+    about |= {"resolved": {"device": str(models.target.device), "dtype": config.dtype}, **about_others(config)}
+    about["fingerprint"] = fingerprint(conditions_of(about, config))
+    return _Opened(tuned, data, own, OldModel(models, change.vector), asked, about)
 
 
 def _prepare(opened: _Opened, config: UpgradeConfig, events: Events, work: Work | None) -> _Routes:
     """Divide the samples, and prepare what the routes share."""
-    old, asked, about = opened.old, opened.asked, opened.about
-    models = old.models
-    lessons = UpgradeSamples(old, opened.data, opened.own, config, work, events)
+    old, asked, about, models = opened.old, opened.asked, opened.about, opened.old.models
     events.step("asking the old model")
+    given = (opened.data, opened.own, config, work, events)
+    lessons = divide(old, *given)
     calibrating = lessons.own.subset(np.arange(min(len(lessons.own), PORTED)))
-    asked, setup, unpaired, heads = replace(asked, samples=len(calibrating)), None, "", None
+    asked, unpaired = replace(asked, samples=len(calibrating)), ""
     try:
         setup = prepare(models.source, opened.tuned, models.target, calibrating, asked)
+        kept = ("command", "options", "data", "extra", "generator")
+        setup = replace(setup, about={**setup.about, **{key: about[key] for key in kept if key in about}})
     except PairingError as error:
         if not old.writes:
             raise
-        unpaired = str(error)
-    if setup is not None:
-        kept = ("command", "options", "data", "extra", "generator")
-        about = {**setup.about, **{key: about[key] for key in kept if key in about}}
-        models, heads = setup.models, setup.calibration.heads
-        setup = replace(setup, about=about)
-    if heads is not None:
-        lessons = replace(lessons, old=replace(old, models=models, head=heads.source))
+        setup, unpaired = Setup(models, Change(old.vector), Plan(()), Calibration(), about), str(error)
+    if (heads := setup.calibration.heads) is not None:
+        lessons = divide(replace(old, models=setup.models, head=heads.source), *given)
     judge = RouteJudge(lessons.held_out, lessons.raw_held_out, heads, asked.head)
-    return _Routes(models, setup, unpaired, about, asked, config, lessons, judge)
+    return _Routes(setup, unpaired, asked, config, lessons, judge)
 
 
 def _transfer_config(config: UpgradeConfig, target: Model | None = None) -> TransferConfig:
@@ -248,12 +249,10 @@ def _transfer_config(config: UpgradeConfig, target: Model | None = None) -> Tran
 
 @dataclass(frozen=True, eq=False)
 class _Routes:
-    """Makes what a route makes; without a setup, layers cannot be paired, and `unpaired` says why."""
+    """Makes what a route makes; where layers cannot be paired, `unpaired` says why."""
 
-    models: Sides[Model]
-    setup: Setup | None
+    setup: Setup
     unpaired: str
-    about: Mapping[str, Any]
     asked: TransferConfig
     config: UpgradeConfig
     lessons: UpgradeSamples
@@ -262,14 +261,14 @@ class _Routes:
     @cached_property
     def neutral(self) -> Neutral | None:
         """Passages that a language model must not forget."""
-        return None if self.models.target.generates is None else Neutral(self.models.target)
+        target = self.setup.models.target
+        return None if target.generates is None else Neutral(target)
 
     def first_rows(self) -> list[RouteScore]:
         """The old model, and the target as it is."""
-        old, setup, base = self.lessons.old, self.setup, self.models.target
-        if setup is not None:
-            scored = with_teacher_scores(self.models, setup.change, setup.calibration.samples)
-            base = before_port(base, scored, fits=setup.change.fits_head)
+        old, models, change = self.lessons.old, self.setup.models, self.setup.change
+        scored = with_teacher_scores(models, change, self.setup.calibration.samples)
+        base = before_port(models.target, scored, fits=change.fits_head)
         with old.tuned():
             first = self.judge.ask_old(old.models.source)
         return [first, self._score("target", base, {})]
@@ -299,11 +298,11 @@ class _Routes:
         self.lessons.events.step(f"route {name}: teaching")
         ported = next((row for row in rows if row.name == "port"), None)
         helps = ported is not None and self.judge.better(rows[1], ported) > 0
-        return self._teach(name, lessons, port if helps else None)
+        return self._teach(name, lessons, port, helps)
 
     @property
     def _paired(self) -> Setup:
-        if self.setup is None:
+        if self.unpaired:
             raise MethodError(self.unpaired)
         return self.setup
 
@@ -314,22 +313,18 @@ class _Routes:
             work.check()
         return run(self._paired, self.asked, work=work, events=self.lessons.events)
 
-    def _teach(self, name: str, lessons: Lessons, start: Result | None) -> Result:
+    def _teach(self, name: str, lessons: Lessons, port: Result | None, helps: bool) -> Result:
         """Teach a student that begins at the port, where that helps, or at the target."""
-        lora, saved, work, events = self.asked.rank, None, self.lessons.work, self.lessons.events
-        if work is not None:
-            saved = work.state(f"training/{name}", route=name)
-        samples = samples_of(self.models, lessons.own, self.judge.heads)
-        if start is None and self.lessons.old.writes:
-            config = DistillConfig.of(steps=self.config.steps, lora=lora, seed=self.config.seed)
-            about = {**self.about, "fingerprint": fingerprint({} if work is None else work.conditions)}
-            found = taught(samples, self.lessons.old.vector, lessons, config, about, events, saved)
-            return replace(found, config=self.asked, setup=self.setup, texts=lessons.files(self.config.keep_texts))
-        if start is None:
-            start = self._port()
-            start = replace(start, update=replace(start.update, scale=0.0))
-        change = self._paired.change
-        asked: Any = with_teacher_scores(self.models, change, samples) if change.fits_head else samples
-        more = {"samples": asked, "extra": lessons.extra, "events": events, "saved": saved}
-        found = start.distill(self.config.steps, lora=lora, **more)
-        return replace(found, record={**found.record, **lessons.record()}, texts=lessons.files(self.config.keep_texts))
+        setup, work = self.setup, self.lessons.work
+        saved = None if work is None else work.state(f"training/{name}", route=name)
+        samples = with_teacher_scores(
+            setup.models, setup.change, samples_of(setup.models, lessons.own, self.judge.heads)
+        )
+        config = DistillConfig.of(steps=self.config.steps, lora=self.asked.rank, seed=self.config.seed)
+        if self.lessons.old.writes and not helps:
+            start = untouched(setup, self.asked)
+        else:  # a classifier begins with the head of the port
+            start = port or self._port()
+            start = start if helps else replace(start, update=replace(start.update, scale=0.0))
+        more: Any = {"extra": lessons.extra, "events": self.lessons.events, "saved": saved}
+        return told(start.taught(config, samples, **more), lessons, self.config)
