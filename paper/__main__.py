@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tuneport.cli.terminal import Bar, show, tell
 from tuneport.errors import TuneportError
-from tuneport.io.output import check_new_folder
+from tuneport.io.output import check_new
 
 from .recipe import RECIPES, read_recipe, read_toml
 from .run import run_recipe, told
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     out = Path(given.out or Path("results") / Path(given.name).stem)
     with tempfile.TemporaryDirectory() as made, Bar("preparing") as events:
         try:
-            check_new_folder(out, given.overwrite or given.resume, marks=())
+            check_new(out, given.overwrite or given.resume, marks=())
             toy = shorten(read_recipe(given.name, small=True, root=write_toys(Path(made)))) if given.toy else None
             run_recipe(
                 toy or given.name,

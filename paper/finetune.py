@@ -29,7 +29,7 @@ from tuneport.data.dataset import UNLABELLED, Dataset, align_labels, with_prompt
 from tuneport.data.samplers import select
 from tuneport.data.tasks import read_data, split_reference
 from tuneport.errors import TuneportError
-from tuneport.io.output import check_new_folder, new_folder
+from tuneport.io.output import check_new, new_folder
 from tuneport.io.places import companion_bytes, copy_companions, looks_like_hub_id
 from tuneport.io.tensors import describe
 from tuneport.measure.accuracy import encode_batches, zero_shot
@@ -215,7 +215,7 @@ def run_training(
         describe(model.weights.tensors, name).nbytes for name in model.weights.tensors
     )
     inputs = [] if model.weights.folder is None or looks_like_hub_id(model.name) else [model.weights.folder]
-    check_new_folder(out, overwrite, needed_bytes=(1 + len(stops)) * size, inputs=inputs)
+    check_new(out, overwrite, needed_bytes=(1 + len(stops)) * size, inputs=inputs)
     started = time.perf_counter()
     losses: list[Tensor] = []
     history: list[dict[str, Any]] = []
@@ -338,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     places = {"checkpoint_every": given.checkpoint_every, "overwrite": given.overwrite}
     try:
-        check_new_folder(given.out, given.overwrite)
+        check_new(given.out, given.overwrite)
         training = prepare_training(
             given.model, given.data, schedule, head=given.head, samples=given.samples, device=given.device
         )

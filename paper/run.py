@@ -23,8 +23,8 @@ from tuneport.config import TransferConfig
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.errors import CheckpointError, DataError, TuneportError, first_of
-from tuneport.io.checkpoint import LARGEST_INDEX, read_object
-from tuneport.io.output import check_new_folder, claimed, new_folder
+from tuneport.io.checkpoint import LARGEST_INDEX, read_json
+from tuneport.io.output import check_new, claimed, new_folder
 from tuneport.methods import get_method
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
@@ -148,7 +148,7 @@ def run_recipe(
     """
     out, say = Path(out), note or (lambda _: None)
     read = [] if isinstance(recipe, Recipe) or str(recipe) in RECIPES else [recipe]
-    check_new_folder(out, overwrite or resume, inputs=read, marks=())
+    check_new(out, overwrite or resume, inputs=read, marks=())
     if not isinstance(recipe, Recipe):
         recipe = read_recipe(recipe, small=small, root=root)
     several = recipe.kind not in FIGURES and len(recipe.comparisons) > 1  # then each pair has a sub-folder
@@ -162,7 +162,7 @@ def run_recipe(
         if resume and _is_complete(out, marks, cells.conditions):
             say(f"{out} was complete already")
         else:
-            check_new_folder(out, overwrite, inputs=[*read, kept, *_inputs(recipe)], marks=marks)
+            check_new(out, overwrite, inputs=[*read, kept, *_inputs(recipe)], marks=marks)
             for line in plan_lines(recipe, kept):
                 say(line)
             check_models(recipe)
@@ -184,7 +184,7 @@ def run_recipe(
 def _is_complete(out: Path, marks: Iterable[str], conditions: str) -> bool:
     """True if `out` is the output of a run under these conditions."""
     try:
-        found = [read_object(out / mark, "results of a recipe", limit=LARGEST_INDEX) for mark in marks]
+        found = [read_json(out / mark, "results of a recipe", limit=LARGEST_INDEX) for mark in marks]
     except CheckpointError:
         return False
     return all(content.get("fingerprint") == conditions for content in found)

@@ -69,7 +69,7 @@ def first_of(items: Iterable[str], limit: int = 10) -> str:
 
 def printable(text: str) -> str:
     """A text from a file in which what is not printable is replaced, so that a message stays one line."""
-    return "".join(mark if mark.isprintable() else "\ufffd" for mark in text)
+    return "".join(mark if mark.isprintable() else " " if mark.isspace() else "\ufffd" for mark in text)
 
 
 def is_text(name: str) -> bool:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from safetensors import SafetensorError
 from tuneport.cli import stopped_by_signals
 from tuneport.errors import CheckpointError
 from tuneport.io.checkpoint import write_checkpoint
-from tuneport.io.output import RECORD, check_new_file, check_new_folder, claimed, new_file, new_folder
+from tuneport.io.output import RECORD, check_new, claimed, new_file, new_folder
 
 HAS_DEV_FULL = Path("/dev/full").is_char_device()
 
@@ -81,7 +82,7 @@ def test_existing_output_is_refused_before_any_work(tmp_path: Path) -> None:
 
     expected = f"{out} exists already. Choose another name or pass `overwrite=True`."
     assert error_of(work) == expected
-    assert error_of(lambda: check_new_folder(out)) == expected
+    assert error_of(lambda: check_new(out)) == expected
     assert (out / RECORD).read_text() == "old"
 
 
@@ -205,12 +206,12 @@ def test_output_created_during_the_run_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [".", "..", "/", "", "sub/.."])
 def test_output_must_have_a_name(name: str) -> None:
-    assert "does not name a new folder" in error_of(lambda: check_new_folder(name, overwrite=True))
+    assert "does not name a new folder" in error_of(lambda: check_new(name, overwrite=True))
 
 
 def test_missing_folders_above_an_output_are_made(tmp_path: Path) -> None:
     out = tmp_path / "no" / "such" / "out"
-    check_new_folder(out)
+    check_new(out)
     assert list(tmp_path.iterdir()) == [], "a check makes nothing"
     with pytest.raises(ZeroDivisionError), new_folder(out):
         raise ZeroDivisionError
@@ -224,7 +225,7 @@ def test_a_file_above_an_output_is_refused(tmp_path: Path) -> None:
     (tmp_path / "no").write_text("")
     out = tmp_path / "no" / "such" / "out"
     expected = f"{out} cannot be written: {tmp_path / 'no'} is not a folder. Choose another place."
-    assert error_of(lambda: check_new_folder(out)) == expected
+    assert error_of(lambda: check_new(out)) == expected
 
     def work() -> None:
         with new_folder(out):
@@ -235,7 +236,7 @@ def test_a_file_above_an_output_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that not even root can write to")
 def test_unwritable_parent() -> None:
-    assert error_of(lambda: check_new_folder("/proc/out")).startswith("/proc/out cannot be written: ")
+    assert error_of(lambda: check_new("/proc/out")).startswith("/proc/out cannot be written: ")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +261,7 @@ def test_disk_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int,
     assert error_of(work) == f"{out} cannot be written: {reason}"
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(Path, "mkdir", refuse)
-    assert error_of(lambda: check_new_folder(out)) == f"{out} cannot be written: {reason}"
+    assert error_of(lambda: check_new(out)) == f"{out} cannot be written: {reason}"
 
 
 @pytest.mark.skipif(not HAS_DEV_FULL, reason="needs /dev/full")
@@ -298,21 +299,21 @@ def test_errors_about_other_files_pass_through(tmp_path: Path) -> None:
 
 def test_free_space_and_inputs_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
-    check_new_folder(out, needed_bytes=1)
-    text = error_of(lambda: check_new_folder(out, needed_bytes=10**18))
+    check_new(out, needed_bytes=1)
+    text = error_of(lambda: check_new(out, needed_bytes=10**18))
     assert text.startswith(f"{out} needs about 931322574.62 GiB, but only ")
     assert text.endswith(f"iB are free in {tmp_path}. Free some space or choose another place.")
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1024))
-        text = error_of(lambda: check_new_folder(out, needed_bytes=2048))
+        text = error_of(lambda: check_new(out, needed_bytes=2048))
     assert f"{out} needs about 2.00 KiB, but only 1.00 KiB are free in {tmp_path}." in text
-    text = error_of(lambda: check_new_file(tmp_path / "tau.safetensors", needed_bytes=10**18))
+    text = error_of(lambda: check_new(tmp_path / "tau.safetensors", suffix=".safetensors", needed_bytes=10**18))
     assert text.startswith(f"{tmp_path / 'tau.safetensors'} needs about 931322574.62 GiB, but only ")
     (out / "model").mkdir(parents=True)
     (out / RECORD).write_text("old")
-    check_new_folder(out, overwrite=True, inputs=[tmp_path / "other"])
+    check_new(out, overwrite=True, inputs=[tmp_path / "other"])
     for given in (out, out / "model"):
-        assert error_of(lambda given=given: check_new_folder(out, overwrite=True, inputs=[given])) == (
+        assert error_of(lambda given=given: check_new(out, overwrite=True, inputs=[given])) == (
             f"{out} cannot be overwritten: it holds the input {given}. Choose another name."
         )
 
@@ -320,7 +321,7 @@ def test_free_space_and_inputs_are_checked_first(tmp_path: Path, monkeypatch: py
 def test_overwrite_replaces_outputs_only(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    check_new_folder(out, overwrite=True)
+    check_new(out, overwrite=True)
     (out / "thesis.txt").write_text("mine")
 
     def work() -> None:
@@ -332,10 +333,10 @@ def test_overwrite_replaces_outputs_only(tmp_path: Path) -> None:
         "Remove it by hand or choose another name."
     )
     assert error_of(work) == expected
-    assert error_of(lambda: check_new_folder(out, overwrite=True)) == expected
+    assert error_of(lambda: check_new(out, overwrite=True)) == expected
     (out / RECORD).write_text("{}")
-    check_new_folder(out, overwrite=True)
-    text = error_of(lambda: check_new_folder(out, overwrite=True, marks=["a/results.json", "b/results.json"]))
+    check_new(out, overwrite=True)
+    text = error_of(lambda: check_new(out, overwrite=True, marks=["a/results.json", "b/results.json"]))
     assert "(no a/results.json in it)" in text
     assert (out / "thesis.txt").read_text() == "mine"
 
@@ -345,8 +346,9 @@ def test_nothing_is_written_into_an_input(tmp_path: Path) -> None:
     (given / "train" / "cat").mkdir(parents=True)
     link.symlink_to(given)
     for out in (given / "new", given / "train", given / "train" / "cat", link / "train"):
-        for check in (check_new_folder, check_new_file) if not out.exists() else (check_new_folder,):
-            assert error_of(lambda out=out, check=check: check(out, overwrite=True, inputs=[given])) == (
+        for suffix in ("", ".safetensors") if not out.exists() else ("",):
+            check = partial(check_new, out, overwrite=True, inputs=[given], suffix=suffix)
+            assert error_of(check) == (
                 f"{out} cannot be written: it is inside the input {given}. Choose another place."
             )
 
@@ -356,15 +358,15 @@ def test_a_file_behind_a_link_in_an_input_is_not_overwritten(tmp_path: Path) -> 
     out.write_text("weights")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").symlink_to(out)
-    text = error_of(lambda: check_new_file(out, overwrite=True, inputs=[tmp_path / "model"]))
+    text = error_of(lambda: check_new(out, overwrite=True, suffix=".safetensors", inputs=[tmp_path / "model"]))
     assert text.startswith(f"{out} cannot be overwritten: it holds the input ")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere file names are Unicode")
 def test_a_name_that_is_not_unicode_is_refused_first(tmp_path: Path) -> None:
     out = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.safetensors"))
-    for check in (check_new_folder, check_new_file):
-        assert error_of(lambda check=check: check(out)) == (
+    for suffix in ("", ".safetensors"):
+        assert error_of(partial(check_new, out, suffix=suffix)) == (
             f"{tmp_path}/caf\\xe9.safetensors has a byte that is not UTF-8, as a run record needs. Choose another name."
         )
 

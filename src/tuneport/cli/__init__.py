@@ -76,18 +76,11 @@ class Commands(TyperGroup):
             tell("interrupted; no partial output remains")
             sys.exit(128 + (stop.args[0] if stop.args else signal.SIGINT))
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """All parameters; those that install the completion of a shell are not listed."""
-        params = super().get_params(ctx)
-        for param in params:
-            if param.name in ("install_completion", "show_completion"):
-                param.hidden = True  # type: ignore[attr-defined]
-        return params
-
 
 app = typer.Typer(
     name="tuneport",
     cls=Commands,
+    add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

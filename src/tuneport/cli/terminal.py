@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typing_extensions import Self
 
+from ..errors import printable
 from ..types import Events
 
 out_console = Console()
@@ -105,9 +106,7 @@ def _words(value: str) -> list[str]:
 
 
 def _plain(text: str, style: str = "") -> Text:
-    """One line without control characters."""
-    marks = (mark if mark.isprintable() else " " if mark.isspace() else "\N{REPLACEMENT CHARACTER}" for mark in text)
-    return Text("".join(marks), style)
+    return Text(printable(text), style)
 
 
 def time_left(spent: float, share: float) -> str:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from ..config import TransferConfig
 from ..data.dataset import Dataset, align_labels
 from ..data.formats import read_plain
-from ..io.output import check_new_folder, new_folder
+from ..io.output import check_new, new_folder
 from ..io.places import copy_companions
 from ..measure.accuracy import encode_batches, zero_shot
 from ..measure.unseen import unseen
@@ -54,7 +54,7 @@ WRITTEN = {
 
 def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, events: Events | None = None) -> dict[str, Any]:
     """Fine-tune, port, evaluate; write the data, the bases, the fine-tuned source and the port under `out`."""
-    check_new_folder(out, overwrite, marks=[TABLE])
+    check_new(out, overwrite, marks=[TABLE])
     events, ported_at = events or Events(), out / "large-mirrored"
     small, large = (open_model(MODELS / name) for name in ("small", "large"))
     with new_folder(out, overwrite=overwrite, marks=[TABLE]) as folder:

@@ -349,28 +349,23 @@ def write_safetensors(
         os.fsync(file.fileno())
 
 
-def read_json(path: Path, what: str, limit: int = LARGEST_JSON) -> Any:
-    """Read a JSON file of at most `limit` bytes, or raise a CheckpointError that says `what` was expected."""
+def read_json(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[str, Any]:
+    """The JSON object in a file of at most `limit` bytes, or a CheckpointError that says `what` was expected."""
     check_regular(path)
     try:
         size = path.stat().st_size
         if size > limit:
             raise CheckpointError(f"{path} is refused: {size / 1e6:.0f} MB are too many for {what}.")
-        return parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not {what}: {brief(error)}. Download or save it again.") from error
-
-
-def read_object(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[str, Any]:
-    """The JSON object in a file, or a CheckpointError that says `what` was expected."""
-    content = read_json(path, what, limit)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not {what}: expected a JSON object.")
     return content
 
 
-def read_record(folder: Path) -> Any:
+def read_record(folder: Path) -> dict[str, Any]:
     """The run record of an output."""
     return read_json(folder / RECORD, "a run record", limit=LARGEST_INDEX)

@@ -38,42 +38,32 @@ _DISK_ERRORS = {
 }
 
 
-def check_new_folder(
+def check_new(
     out: PathLike,
     overwrite: bool = False,
     *,
+    suffix: str = "",
     needed_bytes: int = 0,
     inputs: Iterable[PathLike] = (),
     marks: Sequence[str] = (RECORD,),
 ) -> None:
-    """Raise a CheckpointError unless the folder `out` can be written; call it before any work.
+    """Raise a CheckpointError unless `out` can be written: a file if it has a `suffix`, else a folder.
 
-    `out` must not exist; with `overwrite` it may be a real folder that is empty or holds all `marks`, the files that
-    mark an output of the command, and nothing that no run wrote. Missing parents are made later; the nearest folder
-    must be writable and have `needed_bytes` free. `out` must neither contain one of the `inputs` nor lie in one.
+    Call it before any work. `out` must not exist; with `overwrite` it may be a file, or a real folder that is empty or
+    holds all `marks`, the files that mark an output of the command, and nothing that no run wrote. Missing parents are
+    made later; the nearest folder must be writable and have `needed_bytes` free. `out` must neither contain one of the
+    `inputs` nor lie in one, and a file must not be the one that a link in an input leads to.
     """
-    _check_path(Path(out), overwrite, folder=True)
-    _check_inputs_survive(Path(out), inputs)
-    _check_marks(Path(out), marks)
-    check_space(Path(out), needed_bytes)
-
-
-def check_new_file(
-    out: PathLike, overwrite: bool = False, *, needed_bytes: int = 0, inputs: Iterable[PathLike] = ()
-) -> None:
-    """As `check_new_folder`, for a file, which must not be the one that a link in an input leads to either."""
-    _check_path(Path(out), overwrite, folder=False)
-    inputs = list(inputs)
-    linked = [file for given in inputs for file in Path(given).rglob("*")] if os.path.lexists(out) else []
-    _check_inputs_survive(Path(out), [*inputs, *linked])
-    check_space(Path(out), needed_bytes)
-
-
-def check_new(out: PathLike, overwrite: bool = False, *, suffix: str, **more: Any) -> None:
-    """As `check_new_file` for a format with a suffix, as `check_new_folder` for one without."""
-    (check_new_file if suffix else check_new_folder)(out, overwrite, **more)
-    if suffix:
-        check_file_name(out, suffix)
+    out, inputs = Path(out), [*inputs]
+    _check_path(out, overwrite, folder=not suffix)
+    if suffix and os.path.lexists(out):
+        inputs += [file for given in inputs for file in Path(given).rglob("*")]
+    _check_inputs_survive(out, inputs)
+    if not suffix:
+        _check_marks(out, marks)
+    check_space(out, needed_bytes)
+    if suffix and out.suffix != suffix:  # under another name it could not be read again
+        raise CheckpointError(f"{out} must end in {suffix}, as every weight file that tuneport reads. Add it.")
 
 
 def check_space(out: Path, needed_bytes: int) -> None:
@@ -84,12 +74,6 @@ def check_space(out: Path, needed_bytes: int) -> None:
             f"{out} needs about {format_bytes(needed_bytes)}, but only {format_bytes(free)} are free in {out.parent}. "
             "Free some space or choose another place."
         )
-
-
-def check_file_name(out: PathLike, suffix: str = ".safetensors") -> None:
-    """Raise a CheckpointError unless the name ends in the suffix: under another name it could not be read again."""
-    if Path(out).suffix != suffix:
-        raise CheckpointError(f"{out} must end in {suffix}, as every weight file that tuneport reads. Add it.")
 
 
 def _check_inputs_survive(out: Path, inputs: Iterable[PathLike]) -> None:
@@ -164,7 +148,7 @@ def new_folder(
 ) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `out` at the end of the block, and removed on an error.
 
-    With `overwrite`, the old folder stays until the rename; `marks` as in `check_new_folder`. A full or read-only disk
+    With `overwrite`, the old folder stays until the rename; `marks` as in `check_new`. A full or read-only disk
     becomes a CheckpointError. `folder` is False for a file, as in `new_file`.
     """
     out = Path(out)

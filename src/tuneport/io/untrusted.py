@@ -204,13 +204,8 @@ def _ways_of(code: Any, argument: Any) -> float:
         each = [_ways(part) for part in argument[1]]
         first = {part[0] for part in argument[1] if len(part) and part[0][0] is codes.LITERAL}
         return max(each) if len(first) == len(each) else sum(each)  # of other first letters, one can match at a place
-    if code is codes.SUBPATTERN:
-        return _ways(argument[-1])
-    if code in (codes.ASSERT, codes.ASSERT_NOT, getattr(codes, "ATOMIC_GROUP", None)):
-        return _ways(argument if code not in (codes.ASSERT, codes.ASSERT_NOT) else argument[1])
-    if code is codes.GROUPREF_EXISTS:
-        return sum(_ways(part) for part in argument[1:] if part is not None)
-    return 1.0
+    parts = argument if isinstance(argument, tuple) else (argument,)  # of groups and conditions
+    return sum(_ways(part) for part in parts if isinstance(part, parser.SubPattern)) or 1.0
 
 
 def _is_digit(part: Any) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, DataError, TuneportError, reraised
-from ..io.checkpoint import read_object, write_checkpoint
+from ..io.checkpoint import read_json, write_checkpoint
 from ..io.tensors import LazyTensors, TensorSpec, describe, renamed
 from ..layers import Layer, LooseTensor, TokenLayout, find_layers, find_loose
 from .tokenizer import Reader
@@ -399,6 +399,6 @@ def widened(tensor: Tensor) -> Tensor:
 def read_config(path: Path) -> dict[str, Any]:
     """A JSON configuration, or an empty one if it is missing or cannot be read."""
     try:
-        return read_object(path, "a configuration")
+        return read_json(path, "a configuration")
     except CheckpointError:
         return {}

@@ -140,8 +140,7 @@ def _described_head(model: Model, path: Path) -> Head:
     if model.outputs.embed_texts is None:
         raise DataError(f"{model.name} has no text tower or sentence encoder that could read {path}; pass a head file.")
     content = read_json(path, "a list of class descriptions")
-    described = content.items() if isinstance(content, dict) else ()
-    words = {name: [text] if isinstance(text, str) else text for name, text in described}
+    words = {name: [text] if isinstance(text, str) else text for name, text in content.items()}
     lists = bool(words) and all(isinstance(texts, list) and texts for texts in words.values())
     if not lists or not all(isinstance(text, str) for texts in words.values() for text in texts):
         raise DataError(f'{path} does not describe classes: expected {{"class": "description", ...}} in words.')

@@ -13,7 +13,7 @@ from ..config import ApplyConfig, ExtractConfig, MergeConfig
 from ..errors import CheckpointError, first_of
 from ..io.checkpoint import open_checkpoint
 from ..io.fingerprint import same_fingerprints, same_weights, weights_fingerprint
-from ..io.output import check_new, check_new_folder
+from ..io.output import check_new
 from ..io.places import check_no_parts, local
 from ..io.tensors import check_finite, describe
 from ..measure.fitted_heads import is_head
@@ -113,7 +113,7 @@ def apply(
     """
     config = ApplyConfig.of(**options)
     file = None if isinstance(vector, TaskVector) else Path(vector)
-    check_new_folder(out, config.overwrite, inputs=[*([] if file is None else [file]), path_of(base)])
+    check_new(out, config.overwrite, inputs=[*([] if file is None else [file]), path_of(base)])
     loaded = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
     about = {"name": "TaskVector"} if file is None else files_identity(file, [file])
     record = {"command": "apply", "scale": config.scale, "vector": about, "out": str(out), "tensors": len(loaded)}

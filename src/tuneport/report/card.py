@@ -15,6 +15,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from ..errors import printable
 from .record import Record
 from .summary import kept_rows, score_rows, score_words, summary_rows
 
@@ -58,15 +59,15 @@ def serving(record: Record) -> list[tuple[str, str, list[str]]]:
 
 
 def _metadata(record: Record, library: str | None) -> ModelCardData:
-    names = dict.fromkeys(_plain_name(record[key]["name"]) for key in ("target", "source", "finetuned"))
+    names = dict.fromkeys(printable(record[key]["name"]) for key in ("target", "source", "finetuned"))
     stated = {record[key].get("license") for key in _licensed(record)}
     several = len(stated - {None}) > 1
     return ModelCardData(
         base_model=list(names),
         base_model_relation="adapter" if "adapter" in record else "merge",
-        license="other" if several else None if None in stated else _plain_name(stated.pop()),
+        license="other" if several else None if None in stated else printable(stated.pop()),
         library_name="peft" if "adapter" in record else library,
-        tags=["tuneport", "task-vector", _plain_name(record["method"])],
+        tags=["tuneport", "task-vector", printable(record["method"])],
     )
 
 
@@ -76,16 +77,11 @@ def _licensed(record: Record) -> tuple[str, ...]:
     return ("source", "finetuned", "target", *(("generator",) if written else ()))
 
 
-def _plain_name(text: Any) -> str:
-    """Replace line breaks and control characters by spaces."""
-    return "".join(mark if mark.isprintable() else " " for mark in str(text))
-
-
 def _escaped(text: Any) -> str:
     """Escape text for Markdown and HTML, unless a filter marked it as safe."""
     if isinstance(text, Markup):
         return text
-    return re.sub(r"([\\`*_{}\[\]|#~])", r"\\\1", html.escape(_plain_name(text), quote=False))
+    return re.sub(r"([\\`*_{}\[\]|#~])", r"\\\1", html.escape(printable(str(text)), quote=False))
 
 
 _ENVIRONMENT = Environment(
@@ -95,5 +91,5 @@ _ENVIRONMENT = Environment(
     trim_blocks=True,
     keep_trailing_newline=True,
 )
-_ENVIRONMENT.filters["span"] = lambda text: Markup("`" + _plain_name(text).replace("`", "'").replace("|", "/") + "`")
-_ENVIRONMENT.filters["line"] = lambda text: Markup(_plain_name(text))  # of a code block
+_ENVIRONMENT.filters["span"] = lambda text: Markup("`" + printable(str(text)).replace("`", "'").replace("|", "/") + "`")
+_ENVIRONMENT.filters["line"] = lambda text: Markup(printable(str(text)))  # of a code block

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from ..errors import printable
 from ..types import FORMATS
 from .plots import Figure, Number, is_finite, tracks
 from .record import Record
 from .summary import (
+    LAYER_COLUMNS,
     SCORE_FORMS,
     data_reference,
     evaluate_command,
     kept_rows,
-    layer_table,
     left_shares,
     number_text,
     repeat_command,
@@ -34,6 +33,7 @@ from .summary import (
     sample_words,
     short_names,
     summary_rows,
+    table_of,
 )
 
 STYLES = {  # of an outcome: its colour, and a sign for eyes that see no colour
@@ -52,22 +52,15 @@ DONE = ("samples", "head", "adapter", "server")  # rows of the summary that no o
 CLASSES = 16  # shown before the rest is folded away
 
 
-def _shown(value: Any) -> Any:
-    """Replace control characters, which could hide or turn around a part of a text."""
-    if not isinstance(value, str) or isinstance(value, Markup):
-        return value
-    return printable(value)
-
-
 _ENVIRONMENT = Environment(
     loader=PackageLoader(__package__, ""),
     autoescape=True,
-    finalize=_shown,
+    # control characters could hide or turn around a part of a text
+    finalize=lambda value: printable(value) if type(value) is str else value,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_ENVIRONMENT.filters["number"] = number_text
 
 
 def report_page(record: Record) -> str:
@@ -81,7 +74,7 @@ def report_page(record: Record) -> str:
         scale_tracks=_scale_tracks(record.get("scale_choice"), record["scale"]),
         shares=[(kind, 100 * part) for kind, part in (("moved", record.get("moved_share", 0.0)), *left_shares(record))],
         layer_maps=_layer_maps(record["layers"]),
-        layer_table=layer_table,
+        layer_table=table_of(record["layers"], LAYER_COLUMNS),
         kept_rows=kept_rows,
         route_table=route_table,
         command=repeat_command(record),

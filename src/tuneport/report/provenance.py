@@ -35,8 +35,8 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> dict[str, Any]:
     """The name and path of a model and the SHA-256 of each of its files."""
     if isinstance(model, Adapter):
         identity: dict[str, Any] = files_identity(model.name, model.files) if model.files else {"name": model.name}
-        rank, base, task = (model.config.get(key) for key in ("r", "base_model_name_or_path", "task_type"))
-        identity["adapter"] = {"rank": rank, "base_model": base, "task_type": getattr(task, "value", task)}
+        rank, base = model.config.get("r"), model.config.get("base_model_name_or_path")
+        identity["adapter"] = {"rank": rank, "base_model": base, "task_type": model.task_type}
         return identity
     if isinstance(model, (nn.Module, TaskVector)):
         return {"name": type(model).__name__}

@@ -219,11 +219,6 @@ LAYER_COLUMNS = {
 }
 
 
-def layer_table(layers: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The heads and the rows of the table of layers."""
-    return table_of(layers, LAYER_COLUMNS)
-
-
 def kept_rows(record: Record, key: str = "not_transported") -> list[tuple[str, int]]:
     """The number of tensors that were not transported, or were left behind, by reason."""
     return Counter(item["reason"] for item in record[key]).most_common()

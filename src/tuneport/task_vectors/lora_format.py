@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, TuneportError, first_of, shortened
-from ..io.checkpoint import open_checkpoint, read_object, read_record, write_checkpoint
+from ..io.checkpoint import open_checkpoint, read_json, read_record, write_checkpoint
 from ..io.places import CONFIG, WEIGHTS
 from ..io.tensors import check_finite, check_unquantised
 from ..io.untrusted import LONGEST_NAME, MOST_STEPS, pattern_steps
@@ -126,7 +126,7 @@ def _check_patterns(config: Mapping[str, Any], name: str) -> None:
 
 
 def _stored_adapter(folder: Path) -> Adapter:
-    config = read_object(folder / CONFIG, "an adapter's configuration")
+    config = read_json(folder / CONFIG, "an adapter's configuration")
     weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
         raise CheckpointError(f"{folder} has an {CONFIG} but no weights: expected {' or '.join(WEIGHTS)}.")

@@ -23,7 +23,7 @@ import torch
 
 from ..errors import CheckpointError, TuneportError, first_of, shortened, unknown_name
 from ..io.checkpoint import open_checkpoint, write_safetensors
-from ..io.output import PathLike, check_file_name, check_space, new_file
+from ..io.output import PathLike, check_new, new_file
 from ..io.tensors import (
     LazyMapping,
     LazyTensors,
@@ -251,7 +251,6 @@ def save_task_vector(
     A dense entry is stored under its name, a low-rank entry as `name::out` and `name::in`. The file's metadata
     are `format: tuneport-task-vector`, `version: 1` and the given ones. The file name must end in .safetensors.
     """
-    check_file_name(path)
     if reserved := [name for name in vector if name.endswith((_OUT, _IN))]:
         raise TuneportError(f"task vector cannot be saved: names must not end in ::out or ::in: {first_of(reserved)}.")
     parts: dict[str, TensorSpec] = {}
@@ -263,6 +262,7 @@ def save_task_vector(
             parts[name + _OUT] = TensorSpec((shape[0], rank), dtype)
             parts[name + _IN] = TensorSpec((rank, *shape[1:]), dtype)
 
+    check_new(path, overwrite, suffix=".safetensors", needed_bytes=sum(spec.nbytes for spec in parts.values()))
     # The two factors of an entry are read in turn: do not compute it twice.
     pair_of = functools.lru_cache(maxsize=1)(vector.__getitem__)
     squares: dict[str, float] = {}
@@ -276,7 +276,6 @@ def save_task_vector(
         return (entry.out_factor if stored.endswith(_OUT) else entry.in_factor).to(entry.dtype)
 
     with new_file(path, overwrite=overwrite) as temporary:
-        check_space(Path(path), sum(spec.nbytes for spec in parts.values()))
         stored = {**(metadata or {}), "format": FORMAT, "version": VERSION}
         write_safetensors(temporary, LazyMapping(parts, part), parts, stored)
     return math.sqrt(sum(squares.values()))

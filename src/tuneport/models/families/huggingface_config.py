@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, first_of, reraised, shortened
-from ...io.checkpoint import Checkpoint, read_object
+from ...io.checkpoint import Checkpoint, read_json
 from ..base import count_weights
 from . import not_imported
 from .huggingface_text import HEADS, TEXT_KINDS, text_class
@@ -25,7 +25,7 @@ BUILT_IN = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """The configuration of a model."""
-    return read_object(folder / "config.json", "a model configuration")
+    return read_json(folder / "config.json", "a model configuration")
 
 
 def named_class(config: Mapping[str, Any]) -> str:

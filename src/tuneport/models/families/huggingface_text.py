@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, first_of
-from ...io.checkpoint import read_object
+from ...io.checkpoint import read_json
 from ...layers import Layer, LooseTensor, RowRanges, find_layers, find_loose
 from ..base import MIXTURE, Architecture, Batch, Generation, Inputs, Model, Outputs, outside_of
 from ..tokenizer import Reader
@@ -182,7 +182,7 @@ def _pooling(folder: Path | None, default: str) -> str:
     path = folder / "1_Pooling" / "config.json" if folder is not None else None
     if path is None or not path.is_file():
         return default
-    config = read_object(path, "a pooling configuration")
+    config = read_json(path, "a pooling configuration")
     modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     modes = [f"pooling_mode_{config['pooling_mode']}"] if isinstance(config.get("pooling_mode"), str) else modes
     known = [POOLING[mode] for mode in modes if mode in POOLING]
