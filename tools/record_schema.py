@@ -376,7 +376,7 @@ def options_schema(config: type[Config]) -> dict[str, Any]:
         name, kind = item.name.rstrip("_"), types[item.name]
         union = get_origin(kind) in (Union, UnionType)
         found = TypeAdapter(str if union and str in get_args(kind) else kind).json_schema()  # or a Python object
-        bounds = {"minimum": about.least, "maximum": about.most}
+        bounds = {"exclusiveMinimum": about.above, "minimum": about.least, "maximum": about.most}
         found |= {key: value for key, value in bounds.items() if value is not None}
         found |= {"enum": list(about.choices)} if about.choices else {}
         properties[name] = {"anyOf": [found, {"type": "null"}]} if item.default is None else found

@@ -314,7 +314,7 @@ def test_errors_come_before_any_work(zoo: Zoo, lora: Path, tmp_path: Path, capsy
             "unknown adapter_dtype 'int8'. Known: bfloat16, float16, float32.",
         ),
         (["--as", "adapter", "--rank", "3", "--energy", "0.9"], "either --rank or --energy"),
-        (["--as", "adapter", "--energy", "1.5"], "above 0 and at most 1, got 1.5"),
+        (["--as", "adapter", "--energy", "1.5"], "--energy must be at most 1, got 1.5"),
     ):
         assert run("transfer", *inputs(zoo, lora), *out, *words) == 2
         assert message in " ".join(capsys.readouterr().err.split())

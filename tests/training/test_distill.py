@@ -454,7 +454,7 @@ class TestRefusals:
         ("options", "words"),
         [
             ({"steps": 0}, "`steps` must be at least 1, got 0"),
-            ({"learning_rate": 0.0}, "`learning_rate` must be a number above 0"),
+            ({"learning_rate": 0.0}, "`learning_rate` must be above 0"),
             ({"lora": 0}, "`lora` must be at least 1, got 0"),
             ({"batch_size": 1}, "`batch_size` must be at least 2, got 1"),
         ],

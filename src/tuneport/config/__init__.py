@@ -88,7 +88,9 @@ class AdapterConfig(Config):
 
     as_: str = FORMAT("model")
     rank: int | None = option(None, "Adapter: cut updates to this rank.", least=1)
-    energy: float | None = option(None, "Adapter: keep this share of each |tau|².", OUTPUT, listed=False)
+    energy: float | None = option(
+        None, "Adapter: keep this share of each |tau|².", OUTPUT, above=0, most=1, listed=False
+    )
     uniform_rank: bool = option(False, "Adapter: pad all layers to one rank.", OUTPUT, listed=False)
     adapter_dtype: Literal["float32", "bfloat16", "float16"] = option(
         "float32", "Adapter: stored as float32, bfloat16 or float16.", OUTPUT, listed=False
@@ -103,8 +105,6 @@ class AdapterConfig(Config):
             )
         if self.rank is not None and self.energy is not None:
             raise OptionError("pass either `rank` or `energy` for an adapter, not both.")
-        if self.energy is not None and not 0 < self.energy <= 1:
-            raise OptionError(f"`energy` must be above 0 and at most 1, got {self.energy:g}.")
 
 
 # The commands
@@ -296,7 +296,8 @@ class DistillConfig(LessonsConfig):
     samples: int | None = COUNT()
     steps: int | None = option(None, "Updates of the student (default: by the samples).", least=1)
     lora: int | None = option(None, "Train a LoRA of this rank; write an adapter.", least=1, metavar="RANK")
-    learning_rate: float | None = option(None, "Highest rate (default: by the student's width).")
+    # beyond its largest, an update is no float32
+    learning_rate: float | None = option(None, "Highest rate (default: by the student's width).", above=0, most=1e36)
     batch_size: int | None = option(None, "Samples of an update.", least=2)
     shard: bool = option(False, "Divide both models over the processes (FSDP).", MACHINE)
     overwrite: bool = OVERWRITE()
@@ -310,8 +311,6 @@ class DistillConfig(LessonsConfig):
             )
         if self.shard and self.synthetic is not None and self.generator is None and self.generator_url is None:
             raise OptionError("sharded models write no samples: with `shard`, name a `generator` or a `generator_url`.")
-        if self.learning_rate is not None and not 0 < self.learning_rate < 1e37:  # beyond, an update is no float32
-            raise OptionError(f"`learning_rate` must be a number above 0 and below 1e37, got {self.learning_rate}.")
         if self.synthetic is None and (self.describe or self.generator or self.generator_url or self.keep_texts):
             raise OptionError("`describe`, `generator`, `generator_url` and `keep_texts` go with `synthetic`.")
 
@@ -377,7 +376,7 @@ class MergeConfig(AdapterConfig):
         None, "A factor for each, separated by commas (default: 1).", parse=parse_weights, metavar="NUMBERS"
     )
     rule: Literal["sum", "ties", "dare", "dare-ties"] = option("sum", "How changes are combined.", metavar="RULE")
-    density: float = option(0.2, "Share of entries that ties and dare keep.")
+    density: float = option(0.2, "Share of entries that ties and dare keep.", above=0, most=1)
     seed: int = option(0, "Seed of the entries that dare keeps.", least=0, most=2**31 - 1)
     exclude: Sequence[str] = EXCLUDE(group=OUTPUT)
     as_: str = FORMAT("task-vector")
@@ -385,11 +384,6 @@ class MergeConfig(AdapterConfig):
         False, "Merge also what looks like fine-tunes of different bases.", MACHINE, listed=False
     )
     overwrite: bool = OVERWRITE()
-
-    def check(self) -> None:
-        super().check()
-        if not 0 < self.density <= 1:
-            raise OptionError(f"`density` must be above 0 and at most 1, got {self.density:g}.")
 
 
 class DemoInputs(Declared):

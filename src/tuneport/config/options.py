@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
+from operator import ge, gt, le
 from types import UnionType
 from typing import Any, ClassVar, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -34,6 +35,7 @@ class Option:
 
     help: str  # one sentence
     group: str = USUAL  # the panel of the help
+    above: float | None = None  # what a number must be larger than
     least: float | None = None  # the lower bound of a number
     most: float | None = None  # the upper bound
     flags: tuple[str, ...] = ()  # names on the command line, if they are not made from the name of the field
@@ -186,10 +188,10 @@ class Declared:
             choices = get_args(kind) if get_origin(kind) is Literal else about.choices
             if isinstance(value, str) and choices and value not in choices:
                 wrong.append(unknown_name(item.name.rstrip("_"), value, choices))
-            if about.least is not None and isinstance(value, (int, float)) and value < about.least:
-                wrong.append(f"`{item.name}` must be at least {about.least:g}, got {value}.")
-            if about.most is not None and isinstance(value, (int, float)) and value > about.most:
-                wrong.append(f"`{item.name}` must be at most {about.most:g}, got {value}.")
+            bounds = (("above", about.above, gt), ("at least", about.least, ge), ("at most", about.most, le))
+            for words, bound, holds in bounds if isinstance(value, (int, float)) else ():
+                if bound is not None and not holds(value, bound):
+                    wrong.append(f"`{item.name}` must be {words} {bound:g}, got {value}.")
         if wrong:
             raise OptionError(" ".join(wrong))
 
@@ -239,7 +241,6 @@ def repeat_command(command: str, *parts: Declared) -> str:
 
 
 def _words(item: Field[Any], about: Option, value: Any) -> list[str]:
-    """The words that give an option this value."""
     flag = flags_of(item, about)[0]
     if isinstance(value, bool):
         on, _, off = flag.partition("/")
@@ -253,7 +254,6 @@ def _words(item: Field[Any], about: Option, value: Any) -> list[str]:
 
 
 def _without_none(kind: Any) -> Any:
-    """The type without None."""
     if get_origin(kind) not in (Union, UnionType):
         return kind
     left = tuple(part for part in get_args(kind) if part is not type(None))
