@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -60,8 +61,8 @@ class Matching:
     ask: Sides[Ask]
     loss: Compare
     agreement: Compare
-    batch_size: int
-    pass_size: int
+    batch_size: int = TEXT_BATCH
+    pass_size: int = TEXT_BATCH
     asking: Literal["augmented", "plain", "once"] = "plain"
     exam: Compare | None = None
     comparable: Callable[[Sides[Encoded]], Tensor] | None = None
@@ -94,10 +95,11 @@ def _with_labels(samples: DatasetSamples) -> DatasetSamples:
     if len(labels) > ANSWERS:
         rows = [row for label in labels for row in [at for at, own in enumerate(given) if own == label][:SHOWN]]
         shown, teacher = replace(data.subset(rows), choices=[labels] * len(rows)), samples.models.source
-        ask, size = _of_answers(samples.models).ask.source, max(SCORED // len(labels), 1)
+        size = max(SCORED // len(labels), 1)
         parts = [shown.subset(np.arange(at, min(at + size, len(rows)))) for at in range(0, len(rows), size)]
         with torch.no_grad():
-            scores = torch.cat([ask(teacher.module, objective.encode(teacher, part)) for part in parts])
+            found = [_answers(teacher, teacher.module, objective.encode(teacher, part)) for part in parts]
+        scores = torch.cat(found)
         for label, row in zip(labels, scores.view(len(labels), SHOWN, -1).mean(1), strict=True):
             near[label] = tuple(labels[place] for place in row.argsort(descending=True).tolist())
     choices = [[own, *(label for label in near.get(own, labels) if label != own)][:ANSWERS] for own in given]
@@ -118,8 +120,8 @@ def matching_of(samples: DatasetSamples) -> Matching:
     for model in samples.models:
         if model.outputs.features is None:
             raise TuneportError(f"{model.name} gives no features and has no head: there is nothing to distill.")
-    ask = Sides(*(_ask_similarities(model) for model in samples.models))
-    return Matching("similarities", ask, _relative_error, _same_neighbour, 64, 64, "augmented")
+    asked: Sides[Ask] = Sides(*(partial(_similarities, model) for model in samples.models))
+    return Matching("similarities", asked, _relative_error, _same_neighbour, 64, 64, "augmented")
 
 
 def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
@@ -134,17 +136,15 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
         )
     places = numbers if unknown else [student.index(name) for name in teacher]
 
-    def ask(model: Model, head: Head, order: list[int] | slice) -> Ask:
-        def answer(module: nn.Module, encoded: Encoded) -> Any:
-            scores = head.scores(model, module, batch_for(model, encoded)[0])[..., order]
-            if model.task != "token":
-                return scores
-            assert encoded.inside is not None
-            return scores, encoded.spans[0].masked_fill(~encoded.inside[..., None], PADDING)
+    def ask(model: Model, head: Head, order: list[int] | slice, module: nn.Module, encoded: Encoded) -> Any:
+        scores = head.scores(model, module, batch_for(model, encoded)[0])[..., order]
+        if model.task != "token":
+            return scores
+        assert encoded.inside is not None
+        return scores, encoded.spans[0].masked_fill(~encoded.inside[..., None], PADDING)
 
-        return answer
-
-    asked = Sides(ask(models.source, heads.source, slice(None)), ask(models.target, heads.target, places))
+    orders: Sides[list[int] | slice] = Sides(slice(None), places)
+    asked: Sides[Ask] = Sides(*(partial(ask, *each) for each in zip(models, heads, orders, strict=True)))
     size = BATCH if models.target.inputs.reader is None else TEXTS
     if models.source.regresses:
         return Matching("numbers", asked, _score_error, _explained, BATCH, size, "augmented")
@@ -199,15 +199,11 @@ def _same_answers(teacher: Tensor, student: Tensor) -> Tensor:
     return ((teacher > 0) == (student > 0)).float().mean()
 
 
-def _ask_similarities(model: Model) -> Ask:
+def _similarities(model: Model, module: nn.Module, encoded: Encoded) -> Tensor:
     """The cosines between the samples of a batch (N, N), or between the texts of its pairs."""
-
-    def ask(module: nn.Module, encoded: Encoded) -> Tensor:
-        assert model.outputs.features is not None
-        vectors = F.normalize(widened(model.outputs.features(module, batch_for(model, encoded)[0])), dim=-1)
-        return vectors @ vectors.T
-
-    return ask
+    assert model.outputs.features is not None
+    vectors = F.normalize(widened(model.outputs.features(module, batch_for(model, encoded)[0])), dim=-1)
+    return vectors @ vectors.T
 
 
 def _others(cosines: Tensor) -> Tensor:
@@ -228,18 +224,17 @@ def _same_neighbour(teacher: Tensor, student: Tensor) -> Tensor:
 def _of_answers(models: Sides[Model]) -> Matching:
     """Probabilities of the answers to each question, among one another."""
 
-    def ask(model: Model) -> Ask:
-        def answer(module: nn.Module, encoded: Encoded) -> Tensor:  # (N, most answers)
-            losses = TokenLoss(model).each(module, batch_for(model, encoded), encoded.counts)
-            return pad_sequence((-losses).split(list(encoded.counts)), batch_first=True, padding_value=NONE)
-
-        return answer
-
     def comparable(sides: Sides[Encoded]) -> Tensor:
         return torch.tensor(sides.target.counts) > 1
 
-    asked, sizes = Sides(*map(ask, models)), (TEXT_BATCH, TEXT_BATCH)
-    return Matching("answers", asked, _answer_loss, _same_class, *sizes, "once", comparable=comparable, apart=True)
+    asked: Sides[Ask] = Sides(*(partial(_answers, model) for model in models))
+    return Matching("answers", asked, _answer_loss, _same_class, asking="once", comparable=comparable, apart=True)
+
+
+def _answers(model: Model, module: nn.Module, encoded: Encoded) -> Tensor:
+    """The scores of the answers to each question (N, most answers)."""
+    losses = TokenLoss(model).each(module, batch_for(model, encoded), encoded.counts)
+    return pad_sequence((-losses).split(list(encoded.counts)), batch_first=True, padding_value=NONE)
 
 
 def _answer_loss(teacher: Tensor, student: Tensor) -> Tensor:
@@ -265,19 +260,15 @@ def _of_tokens(models: Sides[Model]) -> Matching:
     def agreement(teacher: Tokens, student: Tokens) -> Tensor:
         return _same_class(*_common(teacher, student))
 
-    asked, sizes = Sides(*map(_ask_tokens, models)), (TEXT_BATCH, TEXT_BATCH)
-    return Matching("tokens", asked, loss, agreement, *sizes, "plain", _text_loss, comparable, apart=True)
+    asked: Sides[Ask] = Sides(*(partial(_tokens, model) for model in models))
+    return Matching("tokens", asked, loss, agreement, exam=_text_loss, comparable=comparable, apart=True)
 
 
-def _ask_tokens(model: Model) -> Ask:
+def _tokens(model: Model, module: nn.Module, encoded: Encoded) -> Tokens:
     """The scores and labels of the tokens to predict."""
-
-    def answer(module: nn.Module, encoded: Encoded) -> Tokens:
-        inputs, named = batch_for(model, encoded)
-        scores, labels = next_tokens(model, module, (inputs, named))
-        return scores, labels, named.shape[1] - labels.shape[1]
-
-    return answer
+    inputs, named = batch_for(model, encoded)
+    scores, labels = next_tokens(model, module, (inputs, named))
+    return scores, labels, named.shape[1] - labels.shape[1]
 
 
 def _predicted(model: Model, encoded: Encoded) -> Tensor:
@@ -319,5 +310,5 @@ def _of_texts(models: Sides[Model]) -> Matching:
         wanted = labels != UNLABELLED
         return (scores[wanted].argmax(-1) == labels[wanted]).float().mean()
 
-    asked: Sides[Ask] = Sides(lambda *_: None, _ask_tokens(models.target))
-    return Matching("texts", asked, _text_loss, agreement, TEXT_BATCH, TEXT_BATCH, comparable=comparable, apart=True)
+    asked: Sides[Ask] = Sides(lambda *_: None, partial(_tokens, models.target))
+    return Matching("texts", asked, _text_loss, agreement, comparable=comparable, apart=True)
