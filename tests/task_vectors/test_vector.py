@@ -75,7 +75,7 @@ def test_between_is_exact_and_lazy() -> None:
     assert list(vector) == ["w", "b"]
     assert vector.shape("w") == (4, 3)
     assert vector.dtype("w") == torch.float32
-    combined = 2 * (vector + vector) - vector / 4
+    combined = 2 * (vector + vector) - 0.25 * vector
     assert "w" in combined
     assert combined.shape("w") == (4, 3)
     applied = combined.apply_to(base)
@@ -162,7 +162,6 @@ def test_scaling(one: TaskVector) -> None:
         assert torch.equal((-one).dense(name), -expected)
         torch.testing.assert_close((one * 3).dense(name), 3 * expected)
         torch.testing.assert_close((torch.tensor(0.5) * one).dense(name), expected / 2)
-        torch.testing.assert_close((one / 4).dense(name), expected / 4)
     for factor in (math.nan, math.inf, "much", one):
         text = error_of(TuneportError, lambda factor=factor: one * factor)
         assert text == f"a task vector is scaled by a finite number, got {factor!r}."

@@ -135,11 +135,10 @@ class AdapterOutput(Output):
     def scaled(self, update: Update) -> Scaled:
         target = update.target
         whole = whole_modules(target, update.vector, update.fits_head)
-        vector = self.form.cut(update.vector, target.module, whole).vector
+        vector, *_ = self.form.cut(update.vector, target.module, whole)
         return Scaled(target.module, vector, target.stored_parameters(), self.form.rounded)
 
     def packed(self, update: Update) -> Packed:
-        """The change as an adapter."""
         target = update.target
         return pack(
             update.vector,

@@ -44,8 +44,13 @@ class AdapterForm:
     uniform_rank: bool = False  # fill up all factors with zeros to one rank, for servers that want it
     adapter_dtype: str = "float32"  # of the stored tensors: "float32", "bfloat16" or "float16"
 
-    def cut(self, vector: TaskVector, module: nn.Module, saved: Sequence[str] = ()) -> Cut:
-        """What an adapter of a live module holds of a task vector; the modules in `saved` are stored whole."""
+    def cut(
+        self, vector: TaskVector, module: nn.Module, saved: Sequence[str] = ()
+    ) -> tuple[TaskVector, dict[str, float], dict[str, str]]:
+        """What an adapter of a live module holds of a task vector; the modules in `saved` are stored whole.
+
+        Also the share that each update loses, and why the adapter cannot hold the rest.
+        """
         whole = [name for name in vector if name.startswith(tuple(f"{path}." for path in saved))]
         held: dict[str, Entry] = {name: vector[name] for name in whole}
         lost, kept = {}, {}
@@ -61,7 +66,7 @@ class AdapterForm:
         if not lost:
             reasons = first_of(f"{name} ({reason})" for name, reason in kept.items()) or "only biases changed"
             raise TuneportError(f'no update can be written as a LoRA: {reasons}. Use `kind="model"`.')
-        return Cut(TaskVector(held), lost, kept)
+        return TaskVector(held), lost, kept
 
     def rounded(self, entry: Entry) -> Entry:
         """An entry as it is read from an adapter of this form."""
@@ -69,15 +74,6 @@ class AdapterForm:
 
 
 UNCUT = AdapterForm()
-
-
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """What an adapter holds of a task vector, the share that each update loses, and why it cannot hold the rest."""
-
-    vector: TaskVector
-    lost: Mapping[str, float]
-    kept: Mapping[str, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +101,9 @@ def pack(
     settings of the configuration. Biases are stored as their new values, as peft stores trained biases.
     """
     saved = saved_modules(module, head, (about or {}).get("task_type"))
-    cut = form.cut(vector, module, saved)
-    places = {name: place for name, place in _places(module, cut.vector).items() if isinstance(place, _Place)}
-    factors = {name: entry for name in cut.lost if isinstance(entry := cut.vector[name], LowRank)}
+    held, lost, kept = form.cut(vector, module, saved)
+    places = {name: place for name, place in _places(module, held).items() if isinstance(place, _Place)}
+    factors = {name: entry for name in lost if isinstance(entry := held[name], LowRank)}
     most = max(entry.rank for entry in factors.values())
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
@@ -122,12 +118,12 @@ def pack(
             tensors |= _factor_tensors(_Place(inner, inner, "linear"), zeros)
 
     def new(name: str) -> Tensor:
-        return base[name].detach().cpu().float() + scale * cut.vector.dense(name).cpu().float()
+        return base[name].detach().cpu().float() + scale * held.dense(name).cpu().float()
 
     whole = {f"{path}.{part}": live for path in saved for part, live in module.get_submodule(path).state_dict().items()}
     for name, live in whole.items():
-        tensors[PREFIX + name] = new(name) if name in cut.vector else base.get(name, live).detach().cpu()
-    biases = {name: places[name] for name in cut.vector if name not in factors and name not in whole}
+        tensors[PREFIX + name] = new(name) if name in held else base.get(name, live).detach().cpu()
+    biases = {name: places[name] for name in held if name not in factors and name not in whole}
     for name, place in biases.items():
         tensors[PREFIX + (_bias_key(name, place.target) if place.target in ranks else name)] = new(name)
     trained = "none" if not biases else "lora_only" if all(p.target in ranks for p in biases.values()) else "all"
@@ -155,10 +151,9 @@ def pack(
     dtype = DTYPES[form.adapter_dtype]
     stored = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in tensors.items()}
     modules = [
-        {"module": places[name].path, "rank": entry.rank, "lost_energy": cut.lost[name]}
-        for name, entry in factors.items()
+        {"module": places[name].path, "rank": entry.rank, "lost_energy": lost[name]} for name, entry in factors.items()
     ]
-    return Packed(Adapter("adapter", config, stored), modules, cut.kept)
+    return Packed(Adapter("adapter", config, stored), modules, kept)
 
 
 def saved_modules(module: nn.Module, head: Iterable[str], task_type: str | None = None) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, TuneportError, first_of, shortened, unknown_name
+from ..errors import CheckpointError, TuneportError, first_of, shortened
 from ..io.checkpoint import open_checkpoint, write_safetensors
 from ..io.output import PathLike, check_new, new_file
 from ..io.tensors import (
@@ -42,8 +42,6 @@ from .low_rank import Entry, LowRank, add_entries, as_dense, norm_of
 FORMAT = "tuneport-task-vector"
 VERSION = "1"
 _OUT, _IN = "::out", "::in"
-DENSITY = 0.2  # the share of entries that TIES keeps in its paper
-RULES = ("sum", "ties", "dare", "dare-ties")
 
 
 class TaskVector(LazyMapping[Entry]):
@@ -143,9 +141,6 @@ class TaskVector(LazyMapping[Entry]):
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: float) -> TaskVector:
-        return self * (1.0 / _finite(divisor))
-
     def rename(self, names: Mapping[str, str]) -> TaskVector:
         """Return the same entries under new names; names that are not in the mapping stay."""
         self.check_known(*names)
@@ -206,7 +201,7 @@ def merge(
     weights: Sequence[float] | None = None,
     *,
     rule: str = "sum",
-    density: float = DENSITY,
+    density: float = 0.2,  # that of the paper of TIES
     seed: int = 0,
 ) -> TaskVector:
     """One task vector of several of the same base; an entry that a vector lacks counts as zero.
@@ -218,12 +213,8 @@ def merge(
     of each vector, `seed` that of the entries that DARE keeps.
     """
     factors = [1.0] * len(vectors) if weights is None else [float(weight) for weight in weights]
-    if rule not in RULES:
-        raise TuneportError(unknown_name("rule", rule, RULES))
     if not vectors or len(factors) != len(vectors):
         raise TuneportError(f"{len(vectors)} task vectors and {len(factors)} `weights`: give a weight for each vector.")
-    if not 0 < density <= 1:
-        raise TuneportError(f"`density` must be above 0 and at most 1, got {density:g}.")
     total = functools.reduce(add, (vector * factor for vector, factor in zip(vectors, factors, strict=True)))
     if rule == "sum":
         return total
