@@ -26,18 +26,9 @@ from .types import FORMATS, Split
 
 # The names that heavy modules register.
 METHODS = (
-    "bico",
-    "bico+",
-    "theseus",
-    "input_only",
-    "output_only",
-    "gradient_only",
-    "naive",
-    "cross-lora",
-    "transfusion",
-    "gradfix",
-    "gradfix_mean",
-)
+    "bico", "bico+", "theseus", "input_only", "output_only", "gradient_only", "naive", "cross-lora", "transfusion",
+    "gradfix", "gradfix_mean",
+)  # fmt: skip
 WITHOUT_DATA = ("naive", "cross-lora", "transfusion")
 SAMPLERS = ("random", "class_balanced")
 LOSSES = ("classification", "contrastive", "causal", "seq2seq")
@@ -83,7 +74,6 @@ def check_command(inputs: Declared | None, config: Config) -> None:
 
 
 def _check_names(given: dict[str, Any], config: Config) -> None:
-    """Refuse unknown names, and combinations of inputs and options."""
     wrong = []
     names = ("method", "sampler", "loss", "device", "weights", "shapes_only")
     method, sampler, loss, device, weights, shapes_only = (getattr(config, name, None) for name in names)
@@ -188,7 +178,6 @@ def _missing_data(data: str | None) -> str:
 
 
 def _wrong_heads(given: dict[str, Any], head: str | None) -> Iterator[str]:
-    """Say which models do not have a head of that name."""
     if head is None or Path(head).is_file():
         return
     models = [given[name] for name in ("source", "target") if given.get(name) is not None] or given.get("model", ())

@@ -116,7 +116,6 @@ START = (upgrade, plan, evaluate)
 
 
 def check(inputs: Declared | None, config: Config) -> None:
-    """Refuse a wrong command line."""
     from ..checks import check_command
 
     if isinstance(inputs, UpgradeInputs):

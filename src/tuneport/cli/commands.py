@@ -25,7 +25,6 @@ Record = Mapping[str, Any]
 
 
 def give(content: Any, json: bool, *lines: str) -> None:
-    """Print a result: as JSON, or in lines."""
     if json:
         emit_json(content)
     else:
@@ -134,7 +133,6 @@ def _print_result(record: Record, verbose: bool) -> None:
 
 
 def print_next(record: Record) -> None:
-    """Print commands that work on an output."""
     from ..outputs import output_class
 
     for line in output_class(record["as"])().next_commands(record):
@@ -142,7 +140,6 @@ def print_next(record: Record) -> None:
 
 
 def _print_kept(record: Record) -> None:
-    """Print how many tensors stay, by reason."""
     from ..report.summary import kept_rows
 
     for reason, count in kept_rows(record):
@@ -373,7 +370,6 @@ def _route_words(row: Record) -> str:
 
 
 def _print_shapes(found: Record, config: options.PlanConfig) -> None:
-    """Plans for several devices."""
     from ..io.sizes import format_bytes
 
     rows = []

@@ -28,7 +28,6 @@ err_console = Console(stderr=True)
 
 
 def emit_json(content: Any) -> None:
-    """One JSON object on stdout."""
     from ..report.record import to_json
 
     sys.stdout.write(to_json(content) + "\n")

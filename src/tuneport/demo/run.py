@@ -137,7 +137,6 @@ def finetune(model: Model, data: Dataset, schedule: Schedule, progress: Progress
 
 
 def save_finetuned(model: Model, module: nn.Module, folder: Path) -> None:
-    """Write a folder like the base's, with other weights."""
     folder.mkdir()
     names = model.weights.file_names
     tensors = {names[name]: tensor.detach().contiguous() for name, tensor in module.named_parameters()}

@@ -63,12 +63,10 @@ class Checkpoint(LazyTensors):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Paths of the weight files, sorted."""
         return tuple(sorted({file.path for file in self._file_of.values()}))
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The metadata of the weight files, merged."""
         return {key: text for file in self._file_of.values() for key, text in file.metadata.items()}
 
     def without_prefix(self, prefix: str) -> Checkpoint:
@@ -175,7 +173,6 @@ class SafetensorsFile:
         self._offsets = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor from disk."""
         # Plain reads: the pages of a memory map would count as memory in addition to the tensor.
         _stamp(self.path, self._stamp)
         spec = self.specs[name]
@@ -237,7 +234,6 @@ class PickleFile:
             raise CheckpointError(f"{path} is refused: {given}.")
 
     def read(self, name: str) -> torch.Tensor:
-        """Copy one tensor out of the mapped file."""
         _stamp(self.path, self._stamp)
         return self._state[name].detach().clone(memory_format=torch.contiguous_format)
 
@@ -367,5 +363,4 @@ def read_json(path: Path, what: str, limit: int = LARGEST_JSON) -> dict[str, Any
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The run record of an output."""
     return read_json(folder / RECORD, "a run record", limit=LARGEST_INDEX)

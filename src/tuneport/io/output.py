@@ -67,7 +67,6 @@ def check_new(
 
 
 def check_space(out: Path, needed_bytes: int) -> None:
-    """Raise a CheckpointError unless as many bytes are free on the disk of `out`."""
     free = shutil.disk_usage(_nearest(out)).free
     if needed_bytes > free:
         raise CheckpointError(
@@ -77,7 +76,6 @@ def check_space(out: Path, needed_bytes: int) -> None:
 
 
 def _check_inputs_survive(out: Path, inputs: Iterable[PathLike]) -> None:
-    """Raise a CheckpointError if writing `out` would destroy or change an input."""
     place = Path(os.path.realpath(out))
     for given in inputs:
         real = Path(os.path.realpath(given))

@@ -142,7 +142,6 @@ def why_no_adapter(path: Path) -> str:
 
 
 def check_no_parts(path: Path) -> None:
-    """Refuse the weights of an adapter without its configuration."""
     if words := why_no_adapter(path):
         raise CheckpointError(words)
 

@@ -40,7 +40,6 @@ class TensorSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the tensor takes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -62,11 +61,9 @@ class LazyMapping(Mapping[str, T]):
         return _spec_of(self[name]) if self._spec is None else self._spec(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a value."""
         return self.spec(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Dtype of a value."""
         return self.spec(name).dtype
 
     def check_known(self, *names: str) -> None:
@@ -138,7 +135,6 @@ def check_finite(tensors: Tensors, names: Iterable[str] | None = None) -> None:
 
 
 def check_unquantised(tensors: Tensors, names: Iterable[str]) -> None:
-    """Raise a CheckpointError that names the quantised tensors."""
     chosen = [name for name in names if name in tensors]
     quantised = [f"{name} ({dtype})" for name in chosen if is_quantised(dtype := describe(tensors, name).dtype)]
     if quantised:

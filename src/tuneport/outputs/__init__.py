@@ -14,7 +14,6 @@ from .base import ModelOutput, Output, Stated, Update
 
 
 def output_class(name: str) -> type[Output]:
-    """The class of a format."""
     if name not in FORMATS:
         raise TuneportError(unknown_name("output", name, FORMATS))
     module, _, kind = FORMATS[name].output.partition(":")
@@ -23,7 +22,6 @@ def output_class(name: str) -> type[Output]:
 
 
 def output_of(config: AdapterConfig) -> Output:
-    """The output that the options ask for."""
     kind: Callable[..., Output] = output_class(config.as_)
     form = AdapterForm(config.rank, config.energy, config.uniform_rank, config.adapter_dtype)
     return kind(form) if FORMATS[config.as_].shaped else kind()

@@ -23,7 +23,6 @@ MOST_LOST = 3  # such answers that are named
 
 
 def decision(judge: RouteJudge, rows: Sequence[RouteScore], chosen: str | None) -> str:
-    """The decision in one sentence."""
     old, base = rows[0], rows[1]
     if chosen is None:
         return f"keep the old model: no route is clearly better than the target as it is ({_said(base, old)})"
@@ -52,7 +51,6 @@ def _answer(judge: RouteJudge, found: Evaluation, index: int, number: int) -> st
 
 
 def _said(row: RouteScore, old: RouteScore) -> str:
-    """A score in words."""
     if row.agreement is None:
         return f"{row.score:.3f} bits per character on held-out samples, the old model {old.score:.3f}"
     score = ""

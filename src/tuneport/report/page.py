@@ -64,7 +64,6 @@ _ENVIRONMENT = Environment(
 
 
 def report_page(record: Record) -> str:
-    """The page about one transfer."""
     return render(
         "page.html.jinja",
         record=record,

@@ -109,7 +109,6 @@ def score_rows(record: Record) -> list[tuple[str, str]]:
 
 
 def score_words(record: Record) -> str:
-    """What the scores are of."""
     found = record["evaluation"]
     ends = ", with 95 % intervals" if record["accuracies"][0]["low"] is not None else ""
     return f"{found['metric']} on {sample_words(found)}{ends}"

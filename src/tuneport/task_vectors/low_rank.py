@@ -49,7 +49,6 @@ class LowRank:
 
     @property
     def device(self) -> torch.device:
-        """Device of the factors."""
         return self.out_factor.device
 
     def to(self, *args: Any) -> LowRank:
@@ -57,7 +56,6 @@ class LowRank:
         return LowRank(self.out_factor.to(*args), self.in_factor.to(*args))
 
     def dense(self) -> torch.Tensor:
-        """Return the product as one tensor."""
         product = self.out_factor.to(self.dtype) @ self.in_factor.to(self.dtype).flatten(1)
         return product.reshape(self.shape)
 
@@ -76,7 +74,6 @@ Entry = torch.Tensor | LowRank
 
 
 def as_dense(entry: Entry) -> torch.Tensor:
-    """An entry as a plain tensor."""
     return entry.dense() if isinstance(entry, LowRank) else entry
 
 

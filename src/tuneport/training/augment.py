@@ -44,7 +44,6 @@ class Reader:
     seed: int
 
     def plain(self, rows: NDArray[np.int64]) -> Sides[Encoded]:
-        """Some samples as they are."""
         if self.samples.models.target.generates is not None:
             pairs = zip(self._texts, self.samples.models, strict=True)
             return Sides(*(_together([texts[row] for row in rows], model) for texts, model in pairs))

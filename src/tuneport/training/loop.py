@@ -47,7 +47,6 @@ class Schedule:
         return self.learning_rate * 0.5 * (1.0 + float(np.cos(np.pi * along)))
 
     def optimizer(self, module: nn.Module) -> torch.optim.AdamW:
-        """An optimizer of the parameters that need a gradient."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         fused = bool(trained) and trained[0].device.type == "cuda"
         return torch.optim.AdamW(trained, lr=self.learning_rate, weight_decay=self.weight_decay, fused=fused)
