@@ -44,12 +44,7 @@ STEPS = 100
 PORTED = ("naive", "theseus", "bico")
 TABLE = "demo.json"
 DATA = "mirrored-digits.npz"
-WRITTEN = {
-    "source": "small",
-    "finetuned": "small-mirrored",
-    "target": "large",
-    "data": DATA,
-}  # where the inputs will lie
+WRITTEN = {"source": "small", "finetuned": "small-mirrored", "target": "large", "data": DATA}  # places of the inputs
 
 
 def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, events: Events | None = None) -> dict[str, Any]:

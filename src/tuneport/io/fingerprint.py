@@ -11,9 +11,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -77,27 +76,19 @@ def weights_fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return json.dumps(found) if found else ""
 
 
-def same_weights(fingerprint: str, tensors: Mapping[str, Tensor]) -> bool | None:
-    """Whether the tensors are those of a fingerprint; None if it cannot be read, or has none of their names."""
+def same_weights(fingerprint: str, other: Mapping[str, Tensor] | str) -> bool | None:
+    """Whether a fingerprint is of the same weights as some tensors, or as another fingerprint.
 
-    def values(name: str) -> list[float] | None:
-        readable = name in tensors and 0 < describe(tensors, name).nbytes <= LARGEST
-        return _values(tensors[name]) if readable else None
-
-    return _same(fingerprint, values)
-
-
-def same_fingerprints(first: str, second: str) -> bool | None:
-    """Whether two fingerprints are of the same weights; None if one is unreadable, or if they share no name."""
+    None if a fingerprint cannot be read, or if the two share no name.
+    """
     try:
-        return _same(first, json.loads(second).get)
-    except (ValueError, AttributeError, RecursionError):
-        return None
-
-
-def _same(fingerprint: str, values: Callable[[str], Any]) -> bool | None:
-    try:
-        pairs = [(known, found) for name, known in json.loads(fingerprint).items() if (found := values(name))]
+        known = json.loads(fingerprint)
+        if isinstance(other, str):
+            found = json.loads(other)
+        else:
+            names = [name for name in known if name in other and 0 < describe(other, name).nbytes <= LARGEST]
+            found = {name: _values(other[name]) for name in names}
+        pairs = [(values, found[name]) for name, values in known.items() if found.get(name)]
         arrays = [(np.array(one, dtype=np.float64), np.array(two, dtype=np.float64)) for one, two in pairs]
         distance = math.fsum(float(np.square(one - two).sum()) for one, two in arrays)
         size = math.fsum(float(np.square(one).sum()) for one, _ in arrays)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import ApplyConfig, ExtractConfig, MergeConfig
 from ..errors import CheckpointError, first_of
 from ..io.checkpoint import open_checkpoint
-from ..io.fingerprint import same_fingerprints, same_weights, weights_fingerprint
+from ..io.fingerprint import same_weights, weights_fingerprint
 from ..io.output import check_new
 from ..io.places import check_no_parts, local
 from ..io.tensors import check_finite, describe
@@ -222,7 +222,7 @@ def _check_one_base(items: Sequence[Path], changes: Sequence[TaskVector], base: 
             other = item in known and same_weights(known[item], stored) is False
             if other or relation(stored, change, matrices)[1] < LEAST_LEFT:
                 raise CheckpointError(f"{item} is no fine-tune of {base}: give fine-tunes of one base, {GO_ON}.")
-        elif item in known and same_fingerprints(known[first := next(iter(known))], known[item]) is False:
+        elif item in known and same_weights(known[first := next(iter(known))], known[item]) is False:
             raise CheckpointError(f"{first} and {item} change different bases: give fine-tunes of one base, {GO_ON}.")
 
 
