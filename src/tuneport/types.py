@@ -30,7 +30,7 @@ class Format:
     words: str  # for what was written, with entries of the run record in braces
     suffix: str = ""  # of the file that it is; without one it is a folder, with a report
     whole: bool = False  # a model, no change of one
-    shaped: bool = False  # by the options of a LoRA: its class takes their `AdapterForm`
+    shaped: bool = False  # by the options of a LoRA: its class takes them
     students: bool = True  # it can hold what `upgrade` teaches
 
 

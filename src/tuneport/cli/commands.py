@@ -33,13 +33,13 @@ def give(content: Any, json: bool, *lines: str) -> None:
 
 
 def run_together(words: str, device: str, work: Callable[[Events], Any]) -> Any:
-    """What the processes that were started together make; None in all but the first, which alone says something."""
+    """What the processes that were started together make; all but the first end here, and say nothing."""
     from ..processes import processes
 
     with processes(device) as here:
         if not here.first:
             work(Events())
-            return None
+            raise typer.Exit
         with Bar(words) as events:
             return work(events)
 
@@ -52,8 +52,6 @@ def upgrade(inputs: options.UpgradeInputs, config: options.UpgradeConfig, json: 
     from ..pipeline.upgrade import upgrade_to_folder
 
     record = run_together("upgrading", config.device, lambda events: upgrade_to_folder(inputs.one(), config, events))
-    if record is None:
-        return
     out = record["out"]
     give(record, json, "nothing was written" if out is None else f"written to {out}")
     if json:
@@ -100,8 +98,6 @@ def transfer(inputs: options.TransferInputs, config: options.TransferConfig, jso
     from ..pipeline.run import run_to_folder
 
     record = run_together("measuring", config.device, lambda events: run_to_folder(inputs, config, events))
-    if record is None:
-        return
     if json:
         emit_json(record)
     else:
@@ -152,8 +148,6 @@ def distill(inputs: options.DistillInputs, config: options.DistillConfig, json: 
     from ..report.summary import distilled_words, written_words
 
     record = run_together("distilling", config.device, lambda events: distill_to_folder(inputs, config, events))
-    if record is None:
-        return
     taught = f"{distilled_words(record['distilled'])}, in {record['seconds']:.1f} s"
     give(record, json, written_words(record), taught, f"report: {Path(record['out'], 'report.html')}")
     if not json:
@@ -223,8 +217,6 @@ def evaluate(inputs: options.EvaluateInputs, config: options.EvaluateConfig, jso
         config.device,
         lambda events: {model: evaluate(model, data, inputs.base, events=events, **more) for model in inputs.model},
     )
-    if found is None:
-        return
     if json:
         about = {"data": inputs.data, "head": config.head}
         rows = [{"model": name, **about, **_plain(result)} for name, result in found.items()]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ..config import AdapterConfig
 from ..errors import TuneportError, unknown_name
-from ..task_vectors.lora_write import AdapterForm
 from ..types import FORMATS
 from .base import ModelOutput, Output, Stated, Update
 
@@ -23,8 +22,7 @@ def output_class(name: str) -> type[Output]:
 
 def output_of(config: AdapterConfig) -> Output:
     kind: Callable[..., Output] = output_class(config.as_)
-    form = AdapterForm(config.rank, config.energy, config.uniform_rank, config.adapter_dtype)
-    return kind(form) if FORMATS[config.as_].shaped else kind()
+    return kind(config) if FORMATS[config.as_].shaped else kind()
 
 
 def stated_in(path: Path) -> Stated | None:

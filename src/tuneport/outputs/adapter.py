@@ -5,11 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ..config import AdapterConfig
 from ..errors import TuneportError, first_of
 from ..io.fingerprint import weights_fingerprint
 from ..io.output import new_folder
@@ -25,10 +27,11 @@ from ..task_vectors.lora_format import is_adapter, open_adapter, write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights, whole_tensors
 from ..task_vectors.lora_write import (
     UNCUT,
-    AdapterForm,
     Packed,
+    cut,
     no_place,
     pack,
+    rounded,
     saved_modules,
     vllm_rank,
     vllm_refusals,
@@ -69,7 +72,7 @@ class AdapterOutput(Output):
 
     name: ClassVar[str] = "adapter"
 
-    form: AdapterForm = UNCUT
+    form: AdapterConfig = UNCUT
 
     def check(self, plan: Plan, update: Update, method: Method) -> None:
         """Refuse dense updates without a rank, and targets of which no layer can have a LoRA."""
@@ -135,8 +138,8 @@ class AdapterOutput(Output):
     def scaled(self, update: Update) -> Scaled:
         target = update.target
         whole = whole_modules(target, update.vector, update.fits_head)
-        vector, *_ = self.form.cut(update.vector, target.module, whole)
-        return Scaled(target.module, vector, target.stored_parameters(), self.form.rounded)
+        vector, *_ = cut(update.vector, target.module, self.form, whole)
+        return Scaled(target.module, vector, target.stored_parameters(), partial(rounded, form=self.form))
 
     def packed(self, update: Update) -> Packed:
         target = update.target

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..config import AdapterConfig
 from ..errors import TuneportError, first_of
 from .lora_format import PREFIX, TWICE, Adapter
 from .low_rank import Entry, LowRank, truncate
@@ -32,48 +33,38 @@ VLLM_MODULES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class AdapterForm:
-    """How updates are written as an adapter.
+UNCUT = AdapterConfig()
 
-    Low-rank updates are kept as they are; dense ones, and all if `rank` or `energy` is given, are cut by SVD.
+
+def cut(
+    vector: TaskVector, module: nn.Module, form: AdapterConfig, saved: Sequence[str] = ()
+) -> tuple[TaskVector, dict[str, float], dict[str, str]]:
+    """What an adapter of a live module holds of a task vector; the modules in `saved` are stored whole.
+
+    Low-rank updates are kept as they are; dense ones, and all if `rank` or `energy` is given, are cut by SVD. Also the
+    share that each update loses, and why the adapter cannot hold the rest.
     """
-
-    rank: int | None = None  # the largest rank of an update
-    energy: float | None = None  # the share of each update's squared norm to keep, in place of `rank`
-    uniform_rank: bool = False  # fill up all factors with zeros to one rank, for servers that want it
-    adapter_dtype: str = "float32"  # of the stored tensors: "float32", "bfloat16" or "float16"
-
-    def cut(
-        self, vector: TaskVector, module: nn.Module, saved: Sequence[str] = ()
-    ) -> tuple[TaskVector, dict[str, float], dict[str, str]]:
-        """What an adapter of a live module holds of a task vector; the modules in `saved` are stored whole.
-
-        Also the share that each update loses, and why the adapter cannot hold the rest.
-        """
-        whole = [name for name in vector if name.startswith(tuple(f"{path}." for path in saved))]
-        held: dict[str, Entry] = {name: vector[name] for name in whole}
-        lost, kept = {}, {}
-        for name, place in _places(module, [name for name in vector if name not in held]).items():
-            if isinstance(place, str):
-                kept[name] = place
-                continue
-            entry = vector[name]
-            if place.kind == "bias":
-                held[name] = entry
-            elif not isinstance(entry, LowRank) or entry.rank > 0:
-                held[name], lost[name] = truncate(entry, self.rank, self.energy)
-        if not lost:
-            reasons = first_of(f"{name} ({reason})" for name, reason in kept.items()) or "only biases changed"
-            raise TuneportError(f'no update can be written as a LoRA: {reasons}. Use `kind="model"`.')
-        return TaskVector(held), lost, kept
-
-    def rounded(self, entry: Entry) -> Entry:
-        """An entry as it is read from an adapter of this form."""
-        return entry.to(DTYPES[self.adapter_dtype]).to(torch.float32)
+    whole = [name for name in vector if name.startswith(tuple(f"{path}." for path in saved))]
+    held: dict[str, Entry] = {name: vector[name] for name in whole}
+    lost, kept = {}, {}
+    for name, place in _places(module, [name for name in vector if name not in held]).items():
+        if isinstance(place, str):
+            kept[name] = place
+            continue
+        entry = vector[name]
+        if place.kind == "bias":
+            held[name] = entry
+        elif not isinstance(entry, LowRank) or entry.rank > 0:
+            held[name], lost[name] = truncate(entry, form.rank, form.energy)
+    if not lost:
+        reasons = first_of(f"{name} ({reason})" for name, reason in kept.items()) or "only biases changed"
+        raise TuneportError(f'no update can be written as a LoRA: {reasons}. Use `as_="model"`.')
+    return TaskVector(held), lost, kept
 
 
-UNCUT = AdapterForm()
+def rounded(entry: Entry, form: AdapterConfig) -> Entry:
+    """An entry as it is read from an adapter of this form."""
+    return entry.to(DTYPES[form.adapter_dtype]).to(torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +80,7 @@ def pack(
     vector: TaskVector,
     module: nn.Module,
     base: Mapping[str, Tensor],
-    form: AdapterForm = UNCUT,
+    form: AdapterConfig = UNCUT,
     *,
     scale: float = 1.0,
     head: Iterable[str] = (),
@@ -101,7 +92,7 @@ def pack(
     settings of the configuration. Biases are stored as their new values, as peft stores trained biases.
     """
     saved = saved_modules(module, head, (about or {}).get("task_type"))
-    held, lost, kept = form.cut(vector, module, saved)
+    held, lost, kept = cut(vector, module, form, saved)
     places = {name: place for name, place in _places(module, held).items() if isinstance(place, _Place)}
     factors = {name: entry for name in lost if isinstance(entry := held[name], LowRank)}
     most = max(entry.rank for entry in factors.values())
