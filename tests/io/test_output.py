@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 from tuneport.cli import stopped_by_signals
 from tuneport.errors import CheckpointError
@@ -278,18 +277,6 @@ def test_full_disk(tmp_path: Path) -> None:
     assert error_of(work) == expected
     assert list(tmp_path.iterdir()) == []
     assert Path("/dev/full").is_char_device()
-
-
-def test_full_disk_reported_by_safetensors(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-
-    def work(text: str) -> None:
-        with new_folder(out):
-            raise SafetensorError(text)
-
-    assert "the disk is full" in error_of(lambda: work("I/O error: No space left on device (os error 28)"))
-    with pytest.raises(SafetensorError):
-        work("something else")
 
 
 def test_errors_about_other_files_pass_through(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,9 +40,10 @@ CLEANUP = 5.0  # seconds in which further signals are ignored: schedulers send s
 def stopped_by_signals() -> Iterator[None]:
     """Context in which Ctrl-C, a closed terminal (SIGHUP) and `kill` (SIGTERM) raise a KeyboardInterrupt.
 
-    It has the number of the signal, and temporary files and locks are removed in one way. Signals that are ignored
-    (`nohup`) stay so.
+    It has the number of the signal, and temporary files and locks are removed in one way.
     """
+    from ..io.output import handled
+
     last = -CLEANUP
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -52,17 +52,8 @@ def stopped_by_signals() -> Iterator[None]:
             last = time.monotonic()
             raise KeyboardInterrupt(number)
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # Windows has no SIGHUP
-        wanted = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-        before = {number: old for number in wanted if (old := signal.getsignal(number)) not in (signal.SIG_IGN, None)}
-    try:
-        for number in before:
-            signal.signal(number, stop)
+    with handled(stop):
         yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 class Commands(TyperGroup):

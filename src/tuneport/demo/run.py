@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import TransferConfig
 from ..data.dataset import Dataset, align_labels
 from ..data.formats import read_plain
+from ..io.checkpoint import write_checkpoint
 from ..io.output import check_new, new_folder
 from ..io.places import copy_companions
 from ..measure.accuracy import encode_batches, zero_shot
@@ -134,8 +134,7 @@ def finetune(model: Model, data: Dataset, schedule: Schedule, progress: Progress
 def save_finetuned(model: Model, module: nn.Module, folder: Path) -> None:
     folder.mkdir()
     names = model.weights.file_names
-    tensors = {names[name]: tensor.detach().contiguous() for name, tensor in module.named_parameters()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_checkpoint(folder, {names[name]: tensor.detach() for name, tensor in module.named_parameters()})
     copy_companions(model.weights.folder, folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2), encoding="utf-8")

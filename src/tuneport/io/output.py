@@ -15,13 +15,10 @@ import secrets
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 
 from ..errors import CheckpointError, first_of
 from .sizes import format_bytes
@@ -184,6 +181,8 @@ def claimed(out: PathLike) -> Iterator[None]:
     made, and removed at the end if they are empty. There is no lock where it is impossible (read-only, some network
     disks).
     """
+    from filelock import FileLock, Timeout
+
     place = Path(os.path.realpath(Path(out).parent)) / Path(out).name
     file = place.parent / f".{place.name}.tuneport-lock"
     # A singleton is reentrant in its thread. It waits a moment, in case the last holder is just removing the file.
@@ -214,19 +213,28 @@ def claimed(out: PathLike) -> Iterator[None]:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Postpone the signals that end a command to the end of a short block, so that it is done or not begun."""
-    waiting: list[int] = []
+def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Context with a handler of the signals that end a command; those that are ignored (`nohup`) stay so."""
     before: dict[int, Any] = {}
     try:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-                if callable(signal.getsignal(number)):
-                    before.setdefault(number, signal.signal(number, lambda number, _: waiting.append(number)))
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    before.setdefault(number, signal.signal(number, handler))
         yield
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Postpone the signals that end a command to the end of a short block, so that it is done or not begun."""
+    waiting: list[int] = []
+    try:
+        with handled(lambda number, _: waiting.append(number)):
+            yield
+    finally:
         for number in waiting:
             signal.raise_signal(number)
 
@@ -299,16 +307,13 @@ def _disk_errors(out: Path, *, every: bool = False) -> Iterator[None]:
     """Turn disk errors about `out` into a CheckpointError; with `every`, all OSErrors."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        # safetensors reports disk errors as text
-        match = re.search(r"os error (\d+)", str(error))
-        code = error.errno if isinstance(error, OSError) else int(match[1]) if match else None
+    except OSError as error:
         # a failed copy names the file that it read as `filename`, the written one as `filename2`
-        files = [f for f in (getattr(error, "filename", None), getattr(error, "filename2", None)) if isinstance(f, str)]
+        files = [file for file in (error.filename, error.filename2) if isinstance(file, str)]
         parent = Path(os.path.abspath(out)).parent
         about_out = not files or any(parent in Path(os.path.abspath(file)).parents for file in files)
-        if every or (about_out and code in _DISK_ERRORS):
-            reason = _DISK_ERRORS.get(code or 0, f"{error}. Choose another place")
+        if every or (about_out and error.errno in _DISK_ERRORS):
+            reason = _DISK_ERRORS.get(error.errno or 0, f"{error}. Choose another place")
             raise CheckpointError(f"{out} cannot be written: {reason}.") from error
         raise
 
