@@ -46,3 +46,19 @@ def test_every_sample_is_drawn_once_an_epoch() -> None:
     rows = torch.cat(drawn).tolist()
     for start in range(0, len(rows), COUNT):
         assert Counter(rows[start : start + COUNT]) == Counter(range(COUNT))
+
+
+@pytest.mark.parametrize(("device", "seeded"), [("cpu", 0), ("meta", 3)])
+def test_a_device_with_a_generator_of_its_own_is_seeded(
+    device: str, seeded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout draws there, on whatever is no CPU; on a CPU the generators of other devices are left alone."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    module, schedule = nn.Linear(2, 1, device=device), Schedule(3)
+
+    def loss(_: int, rows: Tensor) -> Tensor:
+        return module(torch.ones(len(rows), 2, device=device)).mean()
+
+    assert len(list(run_steps("x", module, schedule.optimizer(module), schedule, COUNT, loss, Pace()))) == 3
+    assert len(set(seeds)) == seeded

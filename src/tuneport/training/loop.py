@@ -125,7 +125,7 @@ def run_steps(
                 rows = rows[lengths[rows].argsort(stable=True)]
             parts = passes(rows, pace.pass_size)
             for place in range(here.rank, len(parts), here.size):
-                seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
+                seed = torch.default_generator.manual_seed if device.type == "cpu" else torch.manual_seed
                 seed((schedule.seed * 1_000_003 + step + (place << 40)) % 2**63)
                 share = loss(step, parts[place]) * (len(parts[place]) / len(rows))
                 share.backward()
