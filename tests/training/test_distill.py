@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import weakref
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -156,6 +157,30 @@ def test_a_worse_teacher_does_not_spoil_a_language_model(tmp_path: Path) -> None
     assert losses[4] > losses[0]
     assert losses[found["best"]] == min(losses.values())
     assert "lowered the loss on held-out samples: it is the start" in distilled_words(found | {"best": 0})
+
+
+@pytest.mark.parametrize(("few", "most"), [(division.FEW, 2), (0, 1)])
+def test_no_state_is_kept_that_nothing_needs(
+    ported: Result, monkeypatch: pytest.MonkeyPatch, few: int, most: int
+) -> None:
+    """Beside the student there is its best state and, if others are still to begin, the start."""
+    monkeypatch.setattr(division, "FEW", few)
+    monkeypatch.setattr(exam, "last_is_best", lambda *_: True)
+    states: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    state = distill._Run.state
+
+    def watched(run: Any) -> dict[str, Tensor]:
+        found = state(run)
+        states.append(weakref.ref(next(iter(found.values()))))
+        return found
+
+    monkeypatch.setattr(distill._Run, "state", watched)
+    count = Listener(mark=lambda _: alive.append(sum(each() is not None for each in states)))
+    found = ported.distill(4, events=count).record["distilled"]
+    assert found["best"] == 4
+    assert max(alive) == most
+    assert len(states) > most
 
 
 def test_what_is_written_is_the_best_state(ported: Result, tmp_path: Path) -> None:

@@ -86,17 +86,19 @@ def distill(
         neutral.prepare(predicted=config.shard)
     run = _Run(samples.models, student, matching, neutral, own, fresh, events, saved)
     played = captured(student) if target.generates == "causal" and not config.shard else nullcontext()
+    del student  # where others take its place, it is not kept in memory
     with frozen(samples.models.source.module), played:
         marks = {round(steps * part / MARKS) for part in range(1, MARKS + 1)} | {10, 30}
         stops = {mark for mark in marks if 0 < mark <= steps}
         for fold in folds:
             exam = Exam(samples.models, matching, fold.held_out, config.seed, one_by_one=len(folds) > 1)
-            run.learn(fold.taught, schedule, stops, exam)
+            run.learn(fold.taught, schedule, stops, exam, last=all_own is None)
         curve, last = pooled(run.curves, [len(fold.held_out) for fold in folds]), folds[0].taught
         if all_own is not None:
             best, last = curve.better[-1], all_own
             events.extend(best)
-            run.learn(all_own, replace(schedule, steps=best, warmup=min(10, best // 3)), set(curve.better[1:]))
+            shorter = replace(schedule, steps=best, warmup=min(10, best // 3))
+            run.learn(all_own, shorter, set(curve.better[1:]), last=True)
         run.put(run.best)
     places = np.unique(last.indices)
     beside = int((places >= own).sum())
@@ -138,7 +140,8 @@ class _Run:
         self.losses: list[Tensor] = []  # since the last mark
         self.curves: list[Curve] = []  # of the students that are judged
         self.count = 0  # of students so far
-        self.start = self.best = self.state()
+        self.start = self.state() if self.fresh is None else {}  # of the students that are still to come
+        self.best: dict[str, Tensor] = {}
         self.best_step = 0
         self.found = None if self.saved is None else self.saved.load()
         if self.found is not None:
@@ -159,18 +162,24 @@ class _Run:
                 put_whole(parameter, state[name])
 
     def learn(
-        self, taught: DatasetSamples, schedule: Schedule, stops: Collection[int], exam: Exam | None = None
+        self,
+        taught: DatasetSamples,
+        schedule: Schedule,
+        stops: Collection[int],
+        exam: Exam | None = None,
+        *,
+        last: bool,
     ) -> None:
         """Teach the next student; keep the best state at the stops, or the last sound one if no exam judges it.
 
-        What a saved run has done is not done again.
+        What a saved run has done is not done again. After the `last` student none begins.
         """
         saved, number, self.count = self.saved, self.count, self.count + 1
         at = number if self.found is None else self.found[1]["student"]  # that was being taught
         if number < at:
             self.events.advance(schedule.steps)
             return
-        self._begin(taught)
+        self._begin(taught, last)
         optimizer, first = schedule.optimizer(self.student), 0
         if self.found is not None:
             first, self.found = self._restore(optimizer, *self.found), None
@@ -192,15 +201,19 @@ class _Run:
             if saved is not None and (step == schedule.steps or by_first(lambda: saved.due)):
                 self.save(step, number, optimizer, saved)
 
-    def _begin(self, taught: DatasetSamples) -> None:
+    def _begin(self, taught: DatasetSamples, last: bool) -> None:
         """Let a student begin at the start."""
         if self.fresh is None:
             self.put(self.start)
+            self.best = self.start
         else:
             places = np.unique(taught.indices)
+            self.best = {}
             self.student = self.fresh(places[places < self.own]).eval()
-            self.start = self.state()
-        self.best, self.best_step = self.start, 0
+            self.best = self.state()
+        self.best_step = 0
+        if last:
+            self.start = {}
 
     def _restore(self, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], content: dict[str, Any]) -> int:
         """Continue a saved run; the number of steps that are done."""
