@@ -38,6 +38,11 @@ class TestTransfer:
         assert "4 steps of all linear layers on 16 unlabelled samples" in card
         assert (entry["held_out"], entry["folds"], entry["again"]) == (16, 2, 4)
         assert "; each half judged what the other half taught, and both then taught it, for 4 steps" in card
+        said = "both together were nearer to the teacher, so all samples taught this model for 4 steps"
+        assert f"After step 4 {said}" in " ".join(card.split())
+        assert "was kept: that after step" not in card, "the model that is written has no held-out samples"
+        assert "taught two students, each one half of 16 unlabelled samples" in " ".join(page.split())
+        assert "so all samples taught this model for 4 steps" in " ".join(page.split())
         assert "without training" not in card
         seconds = rf"{done.json['seconds']:.1f} s to port, {entry['seconds']:.1f} s to distill"
         assert f"| time | {seconds} |" in card, "the time of both"

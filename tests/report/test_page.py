@@ -421,8 +421,13 @@ class TestPlots:
         found = {"teacher": "t", "samples": 90, "held_out": 10, "matching": "classes", "best": 40, "curve": marks}
         found |= {"steps": 40, "lora": None, "seconds": 1.0}
         text = " ".join(" ".join(Tree(report_page(record | {"distilled": found})).text).split())
-        for words in ("training 1.125", "3.25", "50.0 %", "87.5 %"):
+        for words in ("training 1.125", "3.25", "50.0 %", "87.5 %", "The state after step 40 is kept: on 10 held-out"):
             assert words in text
+        found |= {"folds": 2, "best": 0, "held_out": 90}
+        text = " ".join(" ".join(Tree(report_page(record | {"distilled": found})).text).split())
+        assert "each half judged the student that the other half had taught" in text
+        assert "No step improved the start, which is kept." in text
+        assert "The state after step" not in text
 
     def test_colours_follow_the_distance_from_the_best(self) -> None:
         rows = {"row": [0.0, 1.0, None], "wide": 3.0}

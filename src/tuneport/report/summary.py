@@ -129,7 +129,8 @@ def distilled_words(found: Mapping[str, Any]) -> str:
     left = f"; {count} samples had nothing to compare" if (count := found.get("left_out")) else ""
     views = f" and {count} views of them" if (count := found.get("views")) else ""
     if not found["best"]:
-        return f"none of {found['steps']} steps lowered the loss on held-out samples: it is the start{left}"
+        kept = "" if found.get("neutral") is None else " without forgetting neutral text"
+        return f"none of {found['steps']} steps lowered the loss on held-out samples{kept}: it is the start{left}"
     halves = "; each half judged what the other half taught, and both then taught it"
     again = f"{halves}, for {steps} steps" if (steps := found.get("again")) else ""
     return (
