@@ -297,20 +297,12 @@ def _first_in(modules: Collection[str], name: str) -> str:
 
 
 def as_lora(adapter: Adapter, module: nn.Module) -> Adapter:
-    """The adapter itself if it is a LoRA, else what peft converts it to on a copy of its base.
+    """The adapter itself if it is a LoRA, else what peft (0.19 or newer) converts it to on a copy of its base.
 
     The LoRA has the rank of the change, without singular values whose squares are lost in a sum in float32.
     """
     if adapter.kind == "LORA":
         return adapter
-    advice = "Merge it into its base with merge_and_unload() of peft, and give the merged model as `finetuned`."
-    try:
-        from peft import PeftConfig, convert_to_lora, get_peft_model, set_peft_model_state_dict
-    except ImportError as error:
-        raise CheckpointError(
-            f"{adapter.name} is an adapter of type {adapter.kind}, which needs a peft that converts it to LoRA (0.19 "
-            f"or newer). {advice}"
-        ) from error
     parameters = dict(module.named_parameters())
     names, saved = plain_names(adapter), adapter.config.get("modules_to_save") or ()
     rename = renaming(names, parameters)
@@ -318,19 +310,21 @@ def as_lora(adapter: Adapter, module: nn.Module) -> Adapter:
     factors = {name: key for name, key in names.items() if name not in whole}
     settings = {**adapter.config, "task_type": None, "modules_to_save": None}
     try:
+        from peft import PeftConfig, convert_to_lora, get_peft_model, set_peft_model_state_dict
+
         model = get_peft_model(copy.deepcopy(module), PeftConfig.from_peft_type(**settings))
         if not model.supports_lora_conversion():
             raise TuneportError("peft cannot convert it to LoRA")
         # a key outside the model, as of VeRA's shared matrices, keeps its name
         stored = {key.replace(name, rename(name)): adapter.tensors[key] for name, key in factors.items()}
         loaded: Any = set_peft_model_state_dict(model, stored)
-        unknown = loaded.unexpected_keys
-        if unknown:
+        if unknown := loaded.unexpected_keys:
             raise TuneportError(f"{len(unknown)} of its tensors do not fit the base: {first_of(unknown)}")
         config, tensors = convert_to_lora(model, SHARE)
     except Exception as error:
         raise CheckpointError(
-            f"{adapter.name} is an adapter of type {adapter.kind}, not a LoRA: {brief(error)}. {advice}"
+            f"{adapter.name} is an adapter of type {adapter.kind}, not a LoRA: {brief(error)}. Merge it into its base "
+            "with merge_and_unload() of peft, and give the merged model as `finetuned`."
         ) from error
     kept = {PREFIX + name: adapter.tensors[names[name]] for name in whole}
     facts = {key: adapter.config.get(key) for key in ("task_type", "modules_to_save", "base_model_name_or_path")}
