@@ -298,10 +298,12 @@ def _print_classes(found: Mapping[str, Evaluation]) -> None:
 
 def plan(inputs: options.PlanInputs, config: options.PlanConfig, json: bool) -> None:
     """Show what a transfer would do, without doing it: the pairing, what stays and why, the memory."""
-    from ..pipeline.estimate import estimate, estimate_shapes
+    from ..pipeline.estimate import estimate_shapes, plan
 
-    shapes = config.shapes_only
-    found = estimate_shapes(inputs.source, inputs.target, config) if shapes else estimate(inputs, config)
+    if config.shapes_only:
+        found = estimate_shapes(inputs.source, inputs.target, config)
+    else:
+        found = plan(**inputs.values(), **config.values())
     for text in found.pop("notes", ()):
         note(text)
     if json:

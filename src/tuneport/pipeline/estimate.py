@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import DistillConfig, MeasureConfig, PlanConfig, PlanInputs, UpgradeConfig
+from ..config import DistillConfig, MeasureConfig, PlanConfig, UpgradeConfig
 from ..data.tasks import read_data
 from ..errors import MethodError, TuneportError, first_of
 from ..measure.fitted_heads import is_bare
@@ -62,25 +62,18 @@ def plan(
         target: the new base model.
         data: what samples are drawn from.
         options: the fields of `PlanConfig`.
-    """
-    tuned = finetuned if isinstance(finetuned, (list, tuple)) else (finetuned,)
-    inputs = PlanInputs(source=source, finetuned=tuple(tuned), target=target, data=data)  # type: ignore[arg-type]
-    return estimate(inputs, PlanConfig.of(**options))
-
-
-def estimate(inputs: PlanInputs, config: PlanConfig) -> dict[str, Any]:
-    """Estimate a transfer: the pairing, what stays, bytes of statistics, and samples that the models answer.
 
     Returns:
         JSON values; `notes` are for the user.
     """
-    if not inputs.finetuned:
+    config = PlanConfig.of(**options)
+    if not finetuned:
         raise TuneportError("`finetuned` is needed; only `shapes_only` does without it.")
-    setup = prepare(inputs.source, inputs.finetuned, inputs.target, inputs.data, config)
+    setup = prepare(source, finetuned, target, data, config)
     check_weights(setup.models.source, setup.change.vector, setup.plan, accept=config.accept_unlikely)
-    test = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
+    test = usual_test(setup.models.target, setup.calibration, data, config.columns)
     found = describe(setup, config, tested=0 if isinstance(test, str) else min(len(test), USUAL))
-    own = 0 if inputs.data is None else len(read_data(inputs.data, "train", labelled=False, columns=config.columns))
+    own = 0 if data is None else len(read_data(data, "train", labelled=False, columns=config.columns))
     return {**found, "routes": planned_routes(setup, own), "notes": setup.notes}
 
 

@@ -5,9 +5,9 @@ Every error in the data is found here, before the first forward pass of a measur
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ import torch
 from ..config import MeasureConfig
 from ..data.dataset import Dataset, align_labels
 from ..data.samplers import select
-from ..data.tasks import Reference, split_reference
+from ..data.tasks import read_data, split_reference
 from ..errors import DataError, TuneportError
 from ..io.places import nearest_path
 from ..measure.accuracy import compute_features
@@ -58,50 +58,29 @@ def draw_samples(
     Returns:
         The calibration, and what was read and drawn, for the record.
     """
-    given = _Given(data, config.columns)
+    where = split_reference(data) if isinstance(data, (str, Path)) else None
+    if where is not None and not where.place.exists():
+        raise DataError(f"no data at {where.place}: no such file or folder.{nearest_path(where.place)}")
+
+    @cache
+    def read() -> Dataset | None:
+        if where is not None:
+            return where.read("train", labelled=False, columns=config.columns)
+        return data if isinstance(data, Dataset) else None
+
     more = signals if scored is False else signals | SCORED
     try:
-        question = _ask(given, models, change, more, config)
+        question = _ask(data, read, models, change, more, config)
     except TuneportError:
         if scored is not None or more == signals:
             raise
-        more, question = signals, _ask(given, models, change, signals, config)
+        more, question = signals, _ask(data, read, models, change, signals, config)
     losses = _losses(models, question, more)
-    samples, about = _draw(given, question, models, config)
+    samples, about = _draw(data if where is None else where.place, question, models, config)
+    if where is not None and where.task is not None:
+        about["task"] = where.task.name
     found = Calibration(samples, more, losses, question.heads, config.match, question.by_source, question.loss_name)
     return _labelled(models.source, change, found, config.labels, about)
-
-
-@dataclass(frozen=True, eq=False)
-class _Given:
-    """What a user gives as data, which is read once, when it is needed."""
-
-    data: Data | None
-    columns: Mapping[str, str] | None
-
-    @cached_property
-    def where(self) -> Reference | None:
-        """Where samples are; None for a `Dataset` and for the caller's own batches."""
-        found = split_reference(self.data) if isinstance(self.data, (str, Path)) else None
-        if found is not None and not found.place.exists():
-            raise DataError(f"no data at {found.place}: no such file or folder.{nearest_path(found.place)}")
-        return found
-
-    @cached_property
-    def dataset(self) -> Dataset | None:
-        """The training split; None for batches."""
-        if self.where is not None:
-            return self.where.read("train", labelled=False, columns=self.columns)
-        return self.data if isinstance(self.data, Dataset) else None
-
-    @property
-    def place(self) -> Data | None:
-        """What the record names: the path without the task of "TASK:PATH"."""
-        return self.data if self.where is None else self.where.place
-
-    def about(self, identity: dict[str, Any]) -> dict[str, Any]:
-        """For the record, with the task."""
-        return identity if self.where is None or self.where.task is None else {**identity, "task": self.where.task.name}
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,17 +96,21 @@ class _Question:
 
 
 def _ask(
-    given: _Given, models: Sides[Model], change: Change, signals: frozenset[Signal], config: MeasureConfig
+    data: Data | None,
+    read: Callable[[], Dataset | None],
+    models: Sides[Model],
+    change: Change,
+    signals: frozenset[Signal],
+    config: MeasureConfig,
 ) -> _Question:
-    """Choose the objective, the loss and the heads."""
+    """Choose the objective, the loss and the heads; the data set is read if it is needed."""
     fits = change.fits_head
     loss, name = config.loss, config.loss if isinstance(config.loss, str) else None
     wanted = None if name is None or ":" in name else check_objective(name)
     if isinstance(loss, str):
         loss = None if wanted else load_loss(loss)
-    where, question = given.where, _Question(loss=loss, loss_name=name)
-    gradients = bool(NEEDS_BACKWARD & signals)
-    if (dataset := given.dataset if signals or fits else None) is not None:
+    question, gradients = _Question(loss=loss, loss_name=name), bool(NEEDS_BACKWARD & signals)
+    if (dataset := read() if signals or fits else None) is not None:
         for model in models:
             if model.inputs.encode is None:
                 raise TuneportError(model.unreadable)
@@ -137,8 +120,8 @@ def _ask(
         if loss is None and (gradients or fits) and objective.name == "classification":
             _check_kinds(models, dataset, config, fits)
             needed = config.labels == "data" or (config.labels is None and not fits)
-            if needed and dataset.labels is None and where is not None:
-                where.read("train", columns=config.columns)  # the error names what is missing
+            if needed and dataset.labels is None and isinstance(data, (str, Path)):
+                read_data(data, "train", columns=config.columns)  # the error names what is missing
             question = _with_heads(question, models, change, config)
         if loss is None and gradients:
             question = replace(question, loss_name=name or objective.name)
@@ -146,7 +129,7 @@ def _ask(
         raise DataError(
             '`labels="source"` needs data with classes: give data, not batches, and leave `loss` out or classification.'
         )
-    if signals and given.data is None:
+    if signals and data is None:
         raise DataError(
             f"the method measures {' and '.join(sorted(signals))} and needs calibration data: pass `data`, or batches "
             "with a loss in Python."
@@ -228,13 +211,13 @@ def _losses(models: Sides[Model], question: _Question, signals: frozenset[Signal
 
 
 def _draw(
-    given: _Given, question: _Question, models: Sides[Model], config: MeasureConfig
+    place: Data | None, question: _Question, models: Sides[Model], config: MeasureConfig
 ) -> tuple[Samples, dict[str, Any]]:
     """Draw the samples, and describe them for the record."""
-    dataset, place = question.dataset, given.place
+    dataset = question.dataset
     if dataset is None or question.objective is None:
         own = place is not None and not isinstance(place, (str, Path, Dataset))
-        return UserBatches(list(cast(Iterable[Any], place)) if own else ()), given.about(data_identity(place))
+        return UserBatches(list(cast(Iterable[Any], place)) if own else ()), data_identity(place)
 
     def look(chosen: Dataset) -> torch.Tensor:
         with runnable(models.target, pick_device(config.device)):
@@ -254,7 +237,7 @@ def _draw(
         size = min(size, samples_at_once(models) or size)
         order = by_length(dataset, indices) if size < len(indices) else indices
     drawn = DatasetSamples(models, dataset, order, question.heads, size, question.objective)
-    return drawn, given.about(data_identity(place, dataset, indices, question.heads))
+    return drawn, data_identity(place, dataset, indices, question.heads)
 
 
 def _labelled(
