@@ -240,16 +240,7 @@ def compare(
     """Score the fine-tuned source where it is whole and in memory, the target, and what was made of it.
 
     A target without a head for the classes is scored with one that is fitted as that of the port, see `before_port`.
-
-    Args:
-        models: both base models.
-        change: what the fine-tune changed in the source, which has the `name`.
-        calibration: whose heads are scored, with the samples that the heads were fitted on.
-        made: each output, as a model and the parameters that it gets.
-        on: the samples that are scored.
-        config: the options of the transfer.
-        name: see `change`.
-        progress: called with the number of samples that a model has answered.
+    `made` has each output, as a model and the parameters that it gets; `name` is that of the fine-tuned source.
     """
     test = on.test
     wanted: Tensor | None = None  # what a fidelity is to
@@ -306,15 +297,9 @@ def summarize(
     distilled: bool = False,
     reason: str = "",
 ) -> Outcome:
-    """The outcome of a transfer.
+    """The outcome of a transfer with the scores `evaluated`; there are none for a `reason`.
 
-    Args:
-        evaluated: its scores on a test split; None for a `reason`.
-        scale: of the change.
-        rule: that chose it, if one did.
-        head: whether a head was fitted.
-        distilled: whether a distillation changed the port.
-        reason: see `evaluated`.
+    A `rule` may have chosen the scale, a `head` may be fitted, and a distillation may have changed the port.
     """
     same = scale == 0 and not head and not distilled
     zero = f"the {'chosen ' if rule else ''}scale is 0, and the output is the target as it was"

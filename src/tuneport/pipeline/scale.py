@@ -281,13 +281,8 @@ def choose_on_halves(
 ) -> ScaleChoice:
     """Choose the scale of a transfer by two halves of the samples, each judging the maps of the other.
 
-    Args:
-        judge: scores the target, as it will be written.
-        sides: the measurement on each half, as `Measurement.halves` gives it.
-        moved: the transfer from each half; a generator solves the second after the first is judged.
-        rule: how the scale is chosen.
-        events: listens.
-        cost: of a forward pass of the target over one sample.
+    `moved` has the transfer from each half; a generator solves the second after the first is judged. `cost` is that of
+    a forward pass of the target over one sample.
     """
     events = events or Events()
     held_out = sides[0] is not sides[1]

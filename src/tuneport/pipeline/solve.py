@@ -169,16 +169,11 @@ def measure(
     work: Work | None = None,
     stage: str = "all",
 ) -> Statistics:
-    """Run both models on the samples and sum up the signals.
+    """Run both models on the samples and sum up the signals: those of the measurement unless others are given.
 
-    Args:
-        measurement: models, layers, samples and limits.
-        signals: in place of those of the measurement.
-        views: also measure the inputs of augmented samples (`tuneport.data.samplers`), which are not saved.
-        by_layer: of several processes, each gets the sums of the layers that it owns; else the first gets all.
-        progress: called with the number of samples that were measured since the last call.
-        work: saves the statistics under the name of the `stage`, and continues what an earlier run has saved there.
-        stage: see `work`.
+    With `views` the inputs of augmented samples are measured too, which are not saved. Of several processes, each gets
+    the sums of the layers that it owns, or without `by_layer` the first gets all. `work` saves the statistics under the
+    name of the `stage`, and continues what an earlier run has saved there.
     """
     wanted = frozenset(measurement.signals if signals is None else signals)
     if not wanted:

@@ -135,13 +135,11 @@ class Result:
         self,
         steps: int | None = None,
         *,
-        learning_rate: float | None = None,
-        lora: int | None = None,
-        batch_size: int | None = None,
         samples: Samples | None = None,
         extra: Extra | None = None,
         events: Events | None = None,
         saved: StateFile | None = None,
+        **options: Any,
     ) -> Result:
         """Let the fine-tuned source teach the ported target on the calibration samples; no label is used.
 
@@ -150,17 +148,14 @@ class Result:
 
         Args:
             steps: updates of the student; by default they follow from the samples.
-            learning_rate: the highest, after the warm-up; by default it follows from the target's width.
-            lora: train a LoRA of this rank in place of all linear layers, from the best fit of the transfer.
-            batch_size: samples of an update; by default it follows from what is compared.
             samples: in place of the calibration samples.
             extra: samples that are taught beside them.
             events: listens to the run.
             saved: keeps the state of the run, and gives back that of a killed one.
+            options: further fields of `DistillConfig`: `learning_rate`, `batch_size`, or `lora`, the rank of a LoRA
+                that is trained in place of all linear layers, from the best fit of the transfer.
         """
-        config = DistillConfig.of(
-            steps=steps, learning_rate=learning_rate, lora=lora, seed=self.config.seed, batch_size=batch_size
-        )
+        config = DistillConfig.of(**{"steps": steps, "seed": self.config.seed, **options})
         return self.taught(config, samples, extra=extra, events=events, saved=saved)
 
     def taught(self, config: DistillConfig, samples: Samples | None = None, **more: Any) -> Result:
@@ -278,11 +273,8 @@ def prepare(
 ) -> Setup:
     """Open everything, pair the layers and draw the samples; nothing is measured.
 
-    Args:
-        source, finetuned, target, data: as `transfer` has them.
-        config: the options.
-        signals: those of several methods, in place of those of the method of the options.
-        tested: whether a labelled test split will be scored, which needs a head or a loss; None: if it can be.
+    `signals` are those of several methods, in place of those of the method of the options. `tested` says whether a
+    labelled test split will be scored, which needs a head or a loss; None: if it can be.
     """
     wanted = get_method(config.method).signals if signals is None else signals
     models = open_models(source, target, config)
@@ -300,14 +292,10 @@ def run(
     work: Work | None = None,
     events: Events | None = None,
 ) -> Result:
-    """Measure both models, align them, and carry the task vector over.
+    """Measure both models, align them, and carry the task vector over; `setup` is prepared with the same options.
 
-    Args:
-        setup: prepared with the same options.
-        config: the options.
-        passes: which layers are measured together; unless given, what the memory needs.
-        work: keeps what is measured, and gives back what an earlier run under the same conditions has measured.
-        events: listens to the run.
+    `passes` say which layers are measured together; unless given, what the memory needs. `work` keeps what is measured,
+    and gives back what an earlier run under the same conditions has measured.
     """
     method, output, change = get_method(config.method), output_of(config), setup.change
     scale, events = choose_rule(setup, config.scale), events or Events()

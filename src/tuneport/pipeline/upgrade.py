@@ -108,13 +108,8 @@ def upgrade_to_folder(
 ) -> dict[str, Any]:
     """Upgrade and write the chosen route, with the table of routes in its record and report.
 
-    A killed run can be resumed to the same bytes.
-
-    Args:
-        inputs: what is read and written.
-        config: the options.
-        events: listens to the run.
-        models: the base models of `inputs`, if they are open already; they come back as they went in.
+    A killed run can be resumed to the same bytes. `models` are the base models of `inputs`, if they are open already;
+    they come back as they went in.
 
     Returns:
         The run record; without a chosen route, the table and the decision alone, and nothing is written.
