@@ -117,7 +117,7 @@ def apply(
     loaded = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
     about = {"name": "TaskVector"} if file is None else files_identity(file, [file])
     record = {"command": "apply", "scale": config.scale, "vector": about, "out": str(out), "tensors": len(loaded)}
-    record |= {"base": base_identity(local(base)), **made_by()}
+    record |= _made_of(base)
     ModelOutput().write_change(Path(out), loaded, str(base), record, config.overwrite, config.scale)
     stated = "" if file is None else open_checkpoint(file).metadata.get("base_fingerprint", "")
     if stated and same_weights(stated, open_stored(local(base)).tensors) is False and events is not None:
@@ -130,14 +130,13 @@ def fingerprint_of(base: str | Path) -> str:
     return weights_fingerprint(open_stored(local(base)).tensors)
 
 
-def base_identity(base: Path) -> dict[str, Any]:
-    """The name and the SHA-256 of the weights of a base."""
-    return files_identity(base, getattr(open_stored(base).tensors, "files", ()))
-
-
-def made_by() -> dict[str, Any]:
-    """The versions that a record of an output names."""
-    return {"tuneport": package_version("tuneport"), "versions": versions()}
+def _made_of(base: str | Path | None) -> dict[str, Any]:
+    """The name and the SHA-256 of the weights of a base, if it is known, and the versions, for a record."""
+    about: dict[str, Any] = {"tuneport": package_version("tuneport"), "versions": versions()}
+    if base is None:
+        return about
+    place = local(base)
+    return {"base": files_identity(place, getattr(open_stored(place).tensors, "files", ())), **about}
 
 
 def merge(
@@ -183,8 +182,7 @@ def merge(
         "finetuned": [identity_of(opened(item)) for item in items],
         "out": str(out),
         "tensors": len(vector),
-        **({} if base is None else {"base": base_identity(local(base))}),
-        **made_by(),
+        **_made_of(base),
     }
     parts = [item for item in items if is_task_vector(item) or is_adapter(item)]  # the weights of a model tell it
     notes = [f"{item} does not say which base it changes" for item in parts if not _base_fingerprint(item)]

@@ -87,7 +87,6 @@ def usual_test(
         check_test(target, calibration, test)
         if test.labels is None:
             return "the test split has no labels"
-        target.require_in_memory("an evaluation", "evaluate the result afterwards")
     except TuneportError as error:
         return str(error).partition(": ")[0].rstrip(".")
     return test
@@ -100,6 +99,7 @@ def check_test(target: Model, calibration: Calibration, test: Dataset) -> None:
         align_labels(test, heads.target.classes)
     elif target.outputs.features is None:
         raise DataError("an accuracy needs labelled data and a head for it: pass `data`.")
+    target.require_in_memory("an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'")
 
 
 def fidelity(features: Tensor, reference: Tensor) -> float:

@@ -104,9 +104,6 @@ def write_run(
         model.require_in_memory("a distillation", "give a larger one, or leave `distill` out")
     if isinstance(test, Dataset):
         check_test(setup.models.target, setup.calibration, test)
-        setup.models.target.require_in_memory(
-            "an evaluation", "evaluate the result afterwards, with 'tuneport evaluate'"
-        )
     for text in setup.notes:
         events.note(text)
     on = _to_score(setup, config, test, events)

@@ -16,9 +16,9 @@ the square.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -37,10 +37,10 @@ from ..measure.samples import Calibration, DatasetSamples, Measurement, Samples
 from ..measure.signals import frozen
 from ..methods import Transfer
 from ..models.base import Model
-from ..models.weights import Scaled, changed
+from ..models.weights import changed
 from ..outputs import Output, Update
 from ..processes import divided
-from ..types import Events, Loss, ScaleRule
+from ..types import Events, Loss, Progress, ScaleRule
 
 SCALES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 TOKEN_SCALES = (0.0, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0)  # of language models
@@ -270,6 +270,29 @@ class Judge:
         each = self.searches or (isinstance(self.loss, HeadLoss) and not self.target.labels_samples)
         return Score(float(values.mean()), losses=values if each else None)
 
+    @contextmanager
+    def scorer(
+        self, moved: Transfer, maker: Samples, other: Samples, scores: dict[float, list[Scores]], told: Progress
+    ) -> Iterator[Callable[[float], float]]:
+        """Context with a function that judges a scale of what `maker` moved on other samples, and adds to `scores`.
+
+        It returns the loss if scales are searched by it.
+        """
+        with self.output.scaled(Update(self.target, moved.task_vector, fits_head=self.fits_head)) as scaled:
+            batches = self.batches(other)
+            read = [each.batch[0] for each in self.batches(maker)] if self.fits_head else []
+
+            def score(scale: float) -> float:
+                scaled.set(scale)
+                head = fit_head(self.target, scaled.module, maker, read) if self.fits_head else {}
+                with changed(scaled.module, head):
+                    found = self.score_batches(scaled.module, batches)
+                scores.setdefault(scale, []).extend(found)
+                told(len(other))
+                return self.summarize(found).loss if self.searches else math.nan
+
+            yield score
+
 
 def choose_on_halves(
     judge: Judge,
@@ -292,12 +315,7 @@ def choose_on_halves(
     for done, maker, other in zip(moved, sides, reversed(sides), strict=False):
         each = len(other.samples)
         events.step("choosing the scale", cost * judge.passes * each * judge.usually, each * judge.usually)
-        update = Update(judge.target, done.task_vector, fits_head=judge.fits_head)
-        with judge.output.scaled(update) as scaled:
-            batches, told = judge.batches(other.samples), partial(events.advance, each)
-            read = [each.batch[0] for each in judge.batches(maker.samples)] if judge.fits_head else []
-            fit = partial(fit_head, judge.target, scaled.module, maker.samples, read)
-            score = partial(_score, judge, scaled, fit, batches, scores, told)
+        with judge.scorer(done, maker.samples, other.samples, scores, events.advance) as score:
             for scale in judged:
                 score(scale)
             if not judged:  # the first half says which scales the second judges
@@ -309,24 +327,6 @@ def choose_on_halves(
     return choose_scale(
         lambda scale: judge.summarize(scores[scale]), samples=asked, held_out=held_out, candidates=judged, rule=rule
     )
-
-
-def _score(
-    judge: Judge,
-    scaled: Scaled,
-    fit: Callable[[], dict[str, Tensor]],
-    batches: Sequence[EvalBatch],
-    scores: dict[float, list[Scores]],
-    told: Callable[[], None],
-    scale: float,
-) -> float:
-    """Judge a scale on batches, add to `scores`, and return the loss if scales are searched by it."""
-    scaled.set(scale)
-    with changed(scaled.module, fit() if judge.fits_head else {}):
-        found = judge.score_batches(scaled.module, batches)
-    scores.setdefault(scale, []).extend(found)
-    told()
-    return judge.summarize(found).loss if judge.searches else math.nan
 
 
 def is_clear(found: Sequence[Score]) -> bool:
