@@ -6,7 +6,7 @@ From paths to an output, without a transfer before it. `pipeline.upgrade` makes 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from ..task_vectors.vector import TaskVector
 from ..types import Events, Sides
 from .evaluate import with_protocol
 from .inputs import about_inputs, conditions_of
-from .lessons import Lessons, lessons_of, read_own, samples_of, texts_of_test_split
+from .lessons import Lessons, lessons_of, read_own, samples_of
 from .run import check_out, claimed_by_first, write_taught
 from .transfer import Result, Setup, untouched
 
@@ -100,7 +100,7 @@ class _Prepared:
     own: Dataset | None
     heads: Sides[Head] | None
     about: Mapping[str, Any]
-    test: Sequence[str] = ()
+    data: Any = None
 
 
 def _prepare(
@@ -145,8 +145,7 @@ def _prepare(
     read = data_identity(where, dataset, indices, heads)
     about["data"] = read if task is None else {**read, "task": task.name}
     old = OldModel(models, vector, None if heads is None else heads.source)
-    test = texts_of_test_split(data, config) if config.synthetic is not None else ()
-    return _Prepared(old, dataset.subset(indices), heads, about, test)
+    return _Prepared(old, dataset.subset(indices), heads, about, data)
 
 
 def about_others(config: LessonsConfig) -> dict[str, Any]:
@@ -175,7 +174,7 @@ def _taught(found: _Prepared, config: DistillConfig, events: Events, work: Work 
     """Gather the lessons and teach them."""
     models = found.old.models
     with undivided() if config.shard else nullcontext():
-        lessons = lessons_of(found.old, found.own, config, test=found.test, work=work, events=events)
+        lessons = lessons_of(found.old, found.own, config, found.data, work, events)
         samples = samples_of(models, lessons.own, found.heads)
         about = {**found.about, "resolved": {**found.about["resolved"], "loss": samples.objective.name}}
         about["fingerprint"] = fingerprint(conditions_of(found.about, config))

@@ -130,17 +130,12 @@ def with_answers_of_data(own: Dataset, taught: Dataset, rows: Rows) -> Dataset:
 
 
 def write(
-    old: OldModel,
-    own: Dataset | None,
-    config: LessonsConfig,
-    *,
-    test: Sequence[str] = (),
-    work: Work | None = None,
-    events: Events,
+    old: OldModel, own: Dataset | None, config: LessonsConfig, data: Any, work: Work | None, events: Events
 ) -> WrittenSamples:
-    """Let a generator write samples and the old model answer them; texts of a `test` split are compared with them."""
+    """Let a generator write samples, which are compared with the test split of the data, and the old model answer."""
     generator, state = _generator(old, own, config), None if work is None else work.state("training/texts")
     events.step(f"{generator.name} writes samples")
+    test = texts_of_test_split(data, config)
     found = write_samples(old, generator, own, config, test=test, state=state, events=events)
     models: dict[str, Any] = {"source": old.models.source, "target": old.models.target, "generator": config.generator}
     licences = {name: identity_of(model).get("license") for name, model in models.items() if model is not None}
@@ -169,16 +164,10 @@ def _beside(written: Dataset | None, extra: Dataset | None) -> Extra | None:
 
 
 def lessons_of(
-    old: OldModel,
-    own: Dataset | None,
-    config: LessonsConfig,
-    *,
-    test: Sequence[str] = (),
-    work: Work | None = None,
-    events: Events,
+    old: OldModel, own: Dataset | None, config: LessonsConfig, data: Any, work: Work | None, events: Events
 ) -> Lessons:
     """What is taught: own samples as the old model answers them, extra ones, and those that a generator writes."""
-    written = write(old, own, config, test=test, work=work, events=events) if config.synthetic is not None else None
+    written = write(old, own, config, data, work, events) if config.synthetic is not None else None
     if own is None:
         assert written is not None
         return Lessons(written.data, None, written)
@@ -239,7 +228,7 @@ def divide(
     def more(own: Dataset | None) -> WrittenSamples:
         if failed is not None:
             raise failed
-        return write(old, own, config, test=texts_of_test_split(data, config), work=work, events=events)
+        return write(old, own, config, data, work, events)
 
     if "synthetic" in config.routes and old.writes and count < FEW:
         try:
