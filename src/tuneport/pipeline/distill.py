@@ -79,8 +79,7 @@ def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Even
     out, output = Path(inputs.out), output_of(_output_options(config))
     check_out(out, output, config, inputs.finetuned, inputs.target, inputs.data, inputs.source, config.head)
     found = _prepare(inputs.finetuned, inputs.target, inputs.data, inputs.source, config)
-    if inputs.data is not None:
-        found = replace(found, about=with_protocol(found.about, found.old.models.target, inputs.data, config.head))
+    found = replace(found, about=with_protocol(found.about, found.old.models.target, inputs.data, config))
     work = Work(out, conditions_of(found.about, config), config.save_every)
     size = _size(found.old.models.target, config, output)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..config import EvaluateConfig
+from ..config import EvaluateConfig, ModelConfig
 from ..data.dataset import align_labels
 from ..data.samplers import select
 from ..data.tasks import read_data
@@ -146,25 +146,21 @@ def _lineage(out: str | Path) -> dict[str, tuple[str | Path, str | Path | None]]
 
 
 def with_protocol(
-    about: Mapping[str, Any],
-    model: Model,
-    data: str | Path | None,
-    head: str | None,
-    columns: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+    about: Mapping[str, Any], model: Model, data: str | Path | None, config: ModelConfig
+) -> Mapping[str, Any]:
     """Add to the data of a record how `evaluate` scores their test split with a model, where it can."""
     try:
-        test = read_data(data or "", "test", labelled=False, columns=columns)
-        protocol = usual_protocol(model, test, head)
+        test = read_data(data or "", "test", labelled=False, columns=config.columns)
+        protocol = usual_protocol(model, test, config.head)
         if protocol == "zero-shot" and test.labels is not None:
-            scorer = choose_head(model, head, test)
+            scorer = choose_head(model, config.head, test)
             check_counted(model, scorer)
             align_labels(test, scorer.classes)
     except TuneportError:
-        return dict(about)
+        return about
     unused = test.split != "all"  # else calibration has used some of the samples
     found = unused and (protocol == "perplexity" or test.labels is not None)
-    return {**about, "data": {**about["data"], "protocol": protocol}} if found else dict(about)
+    return {**about, "data": {**about["data"], "protocol": protocol}} if found else about
 
 
 def open_written(

@@ -45,8 +45,7 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
     with claimed_by_first(out):
         check_out(out, output, config, inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head)
         setup = prepare(*given, config, tested=labelled or None)
-        about = with_protocol(setup.about, setup.models.target, inputs.data, config.head, config.columns)
-        setup = replace(setup, about=about)
+        setup = replace(setup, about=with_protocol(setup.about, setup.models.target, inputs.data, config))
         if config.evaluate is None:
             test = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
         return write_run(setup, out, config, events or Events(), test=test)
