@@ -51,7 +51,7 @@ def one(options: argparse.Namespace) -> dict[str, Any]:
         whole = trial.passes(None)
         budget, passes = None, whole
         while options.share < 1:
-            budget = whole.fixed_bytes + int(max(whole.group_bytes) * options.share)
+            budget = whole.fixed_bytes + int((whole.peak_bytes - whole.fixed_bytes) * options.share)
             try:
                 passes = trial.passes(budget)
                 break

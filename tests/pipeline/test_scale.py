@@ -219,7 +219,7 @@ def test_each_half_judges_the_maps_of_the_other(groups: int) -> None:
     def job(samples: list) -> Case:
         return prepare(source, tuned, target, samples, loss=loss, pairs=pairs, signals="bico")
 
-    passes = Passes((pairs[:5], pairs[5:]), 0, (0, 0)) if groups == 2 else None
+    passes = Passes((pairs[:5], pairs[5:])) if groups == 2 else None
     choice = run(job(given), "bico", scale="auto", passes=passes).record["scale_choice"]
     ported = [run(job(half), "bico") for half in (given[:2], given[2:])]
     for scale in (0.25, 1.0, 4.0):

@@ -286,7 +286,7 @@ class TestPort:
         port(job, tmp_path / "whole", scale=1)
 
         def divide(cut: int) -> None:
-            passes = Passes((pairs[:cut], pairs[cut:]), 0, (0, 0))
+            passes = Passes((pairs[:cut], pairs[cut:]))
             monkeypatch.setattr("tuneport.pipeline.run.passes_of", lambda *_, **__: passes)
 
         out = tmp_path / "out"

@@ -36,15 +36,11 @@ class Passes:
 
     groups: tuple[tuple[LayerPair, ...], ...]
     fixed_bytes: int = 0  # of models and result, on the device all the time
-    group_bytes: tuple[int, ...] = ()  # what each group needs in addition
+    peak_bytes: int = 0  # the most on the device, with what the largest group needs
     placements: Sides[Placement] | None = None  # if the models are not on the device they run on
     home_bytes: int = 0  # what then stays off the device
     fetched_bytes: int = 0  # what is fetched in all runs together
     result_in_files: bool = False  # the result is written to temporary files, block by block
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.fixed_bytes + max(self.group_bytes, default=0)
 
 
 def groups_of(measurement: Measurement, passes: Passes | None) -> list[Measurement]:
@@ -144,7 +140,8 @@ def plan_passes(
     forecast = replace(forecast, measurement=measurement, samples=len(measurement.samples) or forecast.samples)
     if offloaded and not measurement.signals:  # the models never run
         pairs = measurement.plan.pairs
-        return Passes((pairs,), result_bytes(measurement.plan, vector, method), (forecast.solving_bytes(pairs),))
+        result = result_bytes(measurement.plan, vector, method)
+        return Passes((pairs,), result, result + forecast.solving_bytes(pairs))
     return _Division(measurement, vector, method, forecast, budget).passes()
 
 
@@ -186,9 +183,7 @@ class _Division:
             if (peak := self._peak(pairs)) <= self._limit:
                 self._placements = self._placed(self._paths, self._without_resident(self._limit - peak))
         groups = [pairs] if self._peak(pairs) <= self._limit else self._divided()
-        highest = self._highest(groups) - self._fixed
-        group_bytes = [min(self._bound(group), highest) for group in groups] if len(groups) > 1 else [highest]
-        passes = Passes(tuple(groups), self._fixed, tuple(group_bytes))
+        passes = Passes(tuple(groups), self._fixed, self._highest(groups))
         if self._placements is None:
             return passes
         times = 2 if NEEDS_BACKWARD & self._measurement.signals else 1
