@@ -302,9 +302,9 @@ class _Routes:
         return self.setup
 
     def _port(self) -> Result:
-        work = whole = self.lessons.work
-        if whole is not None:
-            work = Work(whole.out, conditions_of(self._paired.about, self.asked, scale="upgrade"), whole.every)
+        work = self.lessons.work
+        if work is not None:
+            work = replace(work, conditions=conditions_of(self._paired.about, self.asked, scale="upgrade"))
             work.check()
         return run(self._paired, self.asked, work=work, events=self.lessons.events)
 
