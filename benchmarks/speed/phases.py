@@ -33,7 +33,6 @@ PHASES = (
     (halley, "_stationarity"),
     (halley, "_fill"),
     (procrustes, "polar_of_factors"),
-    (procrustes, "complete_thin"),
     (procrustes, "complete"),
 )
 

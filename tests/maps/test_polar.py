@@ -19,7 +19,7 @@ from tuneport.maps import polar as solver
 from tuneport.maps import procrustes as completion
 from tuneport.maps.certificate import Polar, certify
 from tuneport.maps.polar import ROUTES, polar, polar_of_factors, polar_together, thin_factors
-from tuneport.maps.procrustes import complete, complete_thin, procrustes
+from tuneport.maps.procrustes import complete, procrustes
 from tuneport.runtime.forecast import solving_bytes
 
 CUT = 1e-9
@@ -89,7 +89,7 @@ def test_few_tokens_give_the_map_of_the_whole_problem(rows: int, columns: int, t
     thin, whole = polar_of_factors(X, Y, CUT), polar(X.T @ Y, CUT, "svd")
     assert thin.rank == whole.rank == tokens
     assert float((thin.dense() - whole.dense()).abs().max()) < 1e-12
-    filled, dense = complete_thin(thin), complete(whole).dense()
+    filled, dense = complete(thin), complete(whole).dense()
     assert filled.identity
     assert filled.left.shape[1] < 4 * tokens
     assert float((filled.dense() - dense).abs().max()) < 1e-9
@@ -105,7 +105,7 @@ def test_thin_and_dense_completions_pair_dead_units_in_the_same_way(turned: bool
     x[:, :6] = randn(20, 6)
     y[:, 3:9] = x[:, :6]
     x, y = (y, x) if turned else (x, y)
-    thin, whole = complete_thin(polar_of_factors(x, y, CUT)).dense(), complete(polar(x.T @ y, CUT, "svd")).dense()
+    thin, whole = complete(polar_of_factors(x, y, CUT)).dense(), complete(polar(x.T @ y, CUT, "svd")).dense()
     assert float((thin - whole).abs().max()) < 1e-10
     gram = thin.T @ thin if turned else thin @ thin.T
     assert float((gram - torch.eye(90)).abs().max()) < 1e-10

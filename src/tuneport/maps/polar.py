@@ -245,7 +245,7 @@ def _choose(C: Tensor, cut: float, most: int | None) -> str:
 
 
 def polar_of_factors(X: Tensor, Y: Tensor, cut: float) -> Polar:
-    """The polar factor of `X^T Y` by two QRs, from M x d factors; `null` is empty: use `complete_thin`."""
+    """The polar factor of `X^T Y` by two QRs, from M x d factors; `null` is empty."""
     (Q_A, R_A), (Q_B, R_B) = torch.linalg.qr(X.double().T), torch.linalg.qr(Y.double().T)
     core = R_A @ R_B.T  # (M, M)
     small = polar(core, cut)

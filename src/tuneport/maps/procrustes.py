@@ -85,8 +85,8 @@ def complete(found: Polar) -> CoordinateMap:
     blind = N.shape[1] - left.shape[1]
     if blind:
         mapped = torch.cat([V, right], dim=1)
-        right = torch.cat([right, _pivoted([(mapped, -1.0)], 0, blind)], dim=1)
-        left = torch.cat([left, _pivoted([(N, 1.0), (left, -1.0)], n, blind)], dim=1)
+        right = torch.cat([right, _pivoted([(mapped, -1.0)], blind, of_identity=True)], dim=1)
+        left = torch.cat([left, _pivoted([(N, 1.0), (left, -1.0)], blind)], dim=1)
     if U is None:
         return CoordinateMap(None, V + right @ left.T)
     return CoordinateMap(torch.cat([U, left], dim=1), torch.cat([V, right], dim=1))
@@ -123,49 +123,6 @@ def _complete_few(U: Tensor, V: Tensor) -> CoordinateMap | None:
     return CoordinateMap(torch.cat(lefts, dim=1), torch.cat(rights, dim=1), identity=True)
 
 
-def complete_thin(found: Polar) -> CoordinateMap:
-    """`complete` for a rank r far below both widths: the identity plus a correction of rank about 2 r.
-
-    Outside W_A = span(U, E V) the completed map is the identity E itself, and its image is orthogonal to
-    W_B = span(E^T W_A, V); from W_A to W_B it is a problem of size 2 r x 3 r.
-    """
-    U, V = found.left, found.right
-    assert U is not None
-    assert V is not None
-    if len(U) > len(V):
-        return complete_thin(found.T).T
-    n, m, r = len(U), len(V), U.shape[1]
-    if r == 0 or not completes_thin(r, n):
-        return complete(found)
-    W_A = torch.linalg.qr(torch.cat([U, V[:n]], dim=1)).Q
-    beyond = torch.linalg.qr(V[n:]).Q  # W_B is the padded W_A, and this in the rows that E does not reach
-    p = W_A.shape[1]
-
-    def spread(columns: Tensor) -> Tensor:
-        return torch.cat([W_A @ columns[:p], beyond @ columns[p:]])
-
-    u, v = W_A.T @ U, torch.cat([W_A.T @ V[:n], beyond.T @ V[n:]])  # in the coordinates of W_A and W_B
-    null = null_of(u)
-    seen_left, seen_right = _nearest(torch.nn.functional.pad(null.T, (0, len(v) - p)), v)
-    seen_left = null @ seen_left
-    core = u @ v.T + seen_left @ seen_right.T
-    core.diagonal().sub_(1.0)  # E itself
-    left, right = W_A, spread(core.T)
-    blind = p - r - seen_left.shape[1]
-    if blind:
-        mapped_left, mapped_right = W_A @ torch.cat([u, seen_left], 1), spread(torch.cat([v, seen_right], 1))
-        left = torch.cat([left, _pivoted([(W_A, 1.0), (mapped_left, -1.0)], n, blind)], dim=1)
-        padded = torch.nn.functional.pad(W_A, (0, 0, 0, m - n))
-        free = [(padded, 1.0), (mapped_right, -1.0)]  # I - E^T E + E^T W_A W_A^T E, minus the mapped directions
-        right = torch.cat([right, _pivoted(free, n, blind)], dim=1)
-    return CoordinateMap(left, right, identity=True)
-
-
-def completes_thin(rank: int, width: int) -> bool:
-    """Whether `complete_thin` gives thin factors: span(U, E V) and V together must fit in the shorter width."""
-    return 3 * rank <= width
-
-
 def _nearest(F: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     """Factors of the polar factor of F outside span(V), on its singular values above BLIND."""
     F = F - (F @ V) @ V.T
@@ -175,23 +132,21 @@ def _nearest(F: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
     return thin_factors(polar(F, BLIND / size))
 
 
-def _pivoted(terms: list[tuple[Tensor, float]], identity_from: int, count: int) -> Tensor:
+def _pivoted(terms: list[tuple[Tensor, float]], count: int, *, of_identity: bool = False) -> Tensor:
     """The first columns of a pivoted Cholesky factorisation of a projector, which is never formed.
 
-    The projector is the identity on the rows from `identity_from` on, plus sign * B B^T for each term. The pivot is the
-    first index near the largest: among equal ones, rounding would choose. So the columns depend on the span of B only.
+    The projector is the sum of sign * B B^T over all terms, plus the identity if asked. The pivot is the first index
+    near the largest: among equal ones, rounding would choose. So the columns depend on the span of B only.
     """
     first = terms[0][0]
-    weight = first.new_zeros(len(first))
-    weight[identity_from:] = 1.0
+    weight = first.new_full((len(first),), float(of_identity))
     for basis, sign in terms:
         weight += sign * basis.square().sum(1)
     columns = first.new_zeros(len(first), count)
     for index in range(count):
         pivot = int((weight > 0.55 * weight.max()).nonzero()[0])
         column = first.new_zeros(len(first))
-        if pivot >= identity_from:
-            column[pivot] = 1.0
+        column[pivot] = float(of_identity)
         for basis, sign in terms:
             column += sign * (basis @ basis[pivot])
         column -= columns @ columns[pivot]
@@ -259,7 +214,7 @@ def procrustes(
     if rtol is None:
         rtol = streamed.cut(0.0 if few else float(C[0].norm()), whole)  # few tokens have no noise to cut
     found = polar_of_factors(*few, rtol) if few else polar(C[0].double(), rtol, most=streamed.most)
-    return _align(found, whole, completion, thin=few is not None)
+    return _align(found, whole, completion)
 
 
 def procrustes_together(
@@ -287,12 +242,9 @@ def procrustes_together(
     return [alignments[index] for index in range(len(covariances))]
 
 
-def _align(found: Polar, whole: float | None, completion: Completion, thin: bool = False) -> Alignment:
+def _align(found: Polar, whole: float | None, completion: Completion) -> Alignment:
     """Complete a polar factor; `whole` is |X_A| |X_B|, if known."""
-    if completion == "none":
-        mapping = CoordinateMap(found.left, found.right)
-    else:
-        mapping = complete_thin(found) if thin else complete(found)
+    mapping = CoordinateMap(found.left, found.right) if completion == "none" else complete(found)
     residual = None
     if whole is not None:
         cosine = min(found.total / whole, 1.0) if whole > 0 else 0.0

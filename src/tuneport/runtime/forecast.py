@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import TuneportError
 from ..maps.polar import together_bytes
-from ..maps.procrustes import completes_thin, held_bytes
+from ..maps.procrustes import held_bytes
 from ..maps.statistics import CrossCovariance, Key, work_bytes
 from ..measure.capture import PairedBatch, Request, measure_pairs, move_batch, split_batch, tensors_in
 from ..measure.samples import Measurement
@@ -237,7 +237,7 @@ class Forecast:
 def solving_bytes(shape: tuple[int, int], tokens: int, device: torch.device) -> tuple[int, int]:
     """Bytes of one map, and of the work on it: by eigenvectors on a CPU, by an iteration for any rank on a GPU."""
     short, long = sorted(shape)
-    if completes_thin(tokens, short):  # a smaller number than `CrossCovariance.is_thin` asks for
+    if 2 * tokens <= short:  # where `complete` has thin factors
         return 8 * 2 * tokens * (short + long), 8 * (5 * tokens * (short + long) + 12 * tokens**2)
     work = 2 * long + 5 * short if device.type == "cpu" else 5 * long + 8 * short
     return 8 * short * (short + long), 8 * short * work
