@@ -89,6 +89,11 @@ class Plan:
         return f"Plan({counts})"
 
 
+def keep_layers(layers: Iterable[Layer], reason: str) -> list[Kept]:
+    """The weights and biases of layers as tensors that are kept."""
+    return [Kept(name, reason) for layer in layers for name in (layer.name, layer.bias) if name is not None]
+
+
 def blocks_of(pairs: Iterable[LayerPair]) -> list[list[LayerPair]]:
     """Consecutive pairs of one block of the target together."""
     return [list(group) for _, group in groupby(pairs, key=lambda pair: (pair.target.stack, pair.target.block))]
@@ -149,7 +154,7 @@ def pair_layers(
             reason = f"the source has no layer with the role {role}"
             if any(known[0] == stack and known[2] == role for known in by_place):
                 reason = f"source block {block} has no change in the role {role}"
-            kept += [Kept(name, reason) for name in (layer.name, layer.bias) if name is not None]
+            kept += keep_layers([layer], reason)
             continue
         pairs.append(LayerPair(partner, layer, _patch_map(partner, layer), (output_maps or {}).get(layer.role)))
         if layer.bias is not None and partner.bias is None:

@@ -132,11 +132,6 @@ def record_of(pair: LayerPair, tau: Entry, moved: Entry, **evidence: Any) -> Lay
     return LayerRecord(pair.target.name, pair.source.name, **evidence)
 
 
-def keep_layer(layer: Layer, reason: str) -> list[Kept]:
-    """The weight and the bias of a layer as tensors that are kept."""
-    return [Kept(name, reason) for name in (layer.name, layer.bias) if name is not None]
-
-
 def bias_of(pair: LayerPair, task_vector: Mapping[str, Entry]) -> Tensor | None:
     """The change of the source layer's bias, if both layers have one."""
     if pair.target.bias is None or pair.source.bias is None:

@@ -15,21 +15,10 @@ from torch import Tensor
 
 from ..maps.procrustes import Alignment, CoordinateMap, solve_groups
 from ..maps.statistics import Key
-from ..pairing import LayerPair, LoosePair, blocks_of
+from ..pairing import LayerPair, LoosePair, blocks_of, keep_layers
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
 from ..types import Completion, Signal
-from .base import (
-    NOT_RUN,
-    Entries,
-    LayerRecord,
-    Method,
-    Problem,
-    Transfer,
-    bias_of,
-    keep_layer,
-    matrix_of,
-    record_of,
-)
+from .base import NOT_RUN, Entries, LayerRecord, Method, Problem, Transfer, bias_of, matrix_of, record_of
 
 Map = Tensor | CoordinateMap | None  # a fixed map, a solved map, or pad and crop
 
@@ -66,7 +55,7 @@ class BilinearAlignment(Method):
             if unsolved:
                 layer, signal = unsolved[0]
                 zero = f"the {signal.replace('_', ' ')} at this layer is zero"
-                kept += keep_layer(pair.target, zero if (layer, signal) in maps else NOT_RUN)
+                kept += keep_layers([pair.target], zero if (layer, signal) in maps else NOT_RUN)
                 continue
             align_in, align_out = (maps[key] if key else None for key in keys)
             R_in = align_in.map if align_in else pair.input_map

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..maps.procrustes import CoordinateMap
+from ..pairing import keep_layers
 from ..types import Signal
-from .base import Entries, Method, Problem, Transfer, keep_layer
+from .base import Entries, Method, Problem, Transfer
 from .bilinear import Map, move
 
 CUT = 1e-10  # squares of singular values up to this, relative to the largest, count as zero
@@ -43,7 +44,7 @@ class CrossLora(Method):
             (U_A, V_A), (U_B, V_B) = (leading_directions(weight, self.rank) for weight in weights)
             rank = min(U_A.shape[1], U_B.shape[1])
             if not rank:
-                kept += keep_layer(pair.target, "a base weight of this layer is zero")
+                kept += keep_layers([pair.target], "a base weight of this layer is zero")
                 continue
             R_in: Map = pair.input_map  # set where both models share a space
             R_out: Map = pair.output_map

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..pairing import Plan
+from ..pairing import Plan, keep_layers
 from ..task_vectors.low_rank import as_dense
 from ..types import Signal
-from .base import NOT_RUN, Entries, Method, Problem, Transfer, bias_of, check_same_shapes, keep_layer, record_of
+from .base import NOT_RUN, Entries, Method, Problem, Transfer, bias_of, check_same_shapes, record_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class GradFix(Method):
         for pair in problem.plan.pairs:
             gradient = problem.statistics.weight_gradients.get(pair.target.name)
             if gradient is None:
-                kept += keep_layer(pair.target, NOT_RUN)
+                kept += keep_layers([pair.target], NOT_RUN)
                 continue
             tau = pair.source.matrix(as_dense(problem.task_vector[pair.source.weight]))
             moved = _mask(tau, getattr(gradient, self._sum))

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..errors import MethodError
 from ..layers import ATTENTION_ROLES, Layer, LooseTensor
-from ..pairing import Kept, LayerPair, Plan, count_blocks
+from ..pairing import Kept, LayerPair, Plan, count_blocks, keep_layers
 from ..task_vectors.low_rank import Entry, LowRank, as_dense
 from ..types import Signal
-from .base import Entries, Method, Problem, Transfer, bias_of, check_same_shapes, keep_layer, matrix_of, record_of
+from .base import Entries, Method, Problem, Transfer, bias_of, check_same_shapes, matrix_of, record_of
 
 Space = tuple[str, str, int]  # stack, kind, block
 Axes = tuple[Space | None, Space | None]
@@ -79,7 +79,7 @@ def places_of(plan: Plan) -> Places:
         widths = (layer.out_features, layer.in_features)
         # layers outside the blocks come last: they must fit the widths of the blocks
         if axes is None or any(space and sizes.get(space, n) != n for space, n in zip(axes, widths, strict=True)):
-            kept += keep_layer(layer, UNKNOWN)
+            kept += keep_layers([layer], UNKNOWN)
             continue
         layers[layer.name] = axes
         sizes |= {space: n for space, n in zip(axes, widths, strict=True) if space is not None}

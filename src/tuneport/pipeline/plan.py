@@ -18,14 +18,7 @@ from ..layers import Layer, LooseTensor
 from ..methods.base import matrix_of
 from ..models.base import MIXTURE, Model
 from ..models.change import Change
-from ..pairing import (
-    Kept,
-    Plan,
-    check_pairs,
-    count_blocks,
-    nearest_block,
-    pair_layers,
-)
+from ..pairing import Kept, Plan, check_pairs, count_blocks, keep_layers, nearest_block, pair_layers
 from ..task_vectors.low_rank import as_dense, norm_of
 from ..task_vectors.vector import Part, TaskVector
 from ..types import Sides
@@ -94,7 +87,7 @@ def _heads_apart(source: Model, target: Model, fitted: frozenset[str]) -> list[K
     if len(counts) < 2 or (not known and len(set(counts)) == 1) or _class_map(source, target):
         return []
     layers = [layer for layer in target.architecture.layers if layer.role == "classifier"]
-    return _kept_layers(layers, "classification layer for other classes: the target keeps its own")
+    return keep_layers(layers, "classification layer for other classes: the target keeps its own")
 
 
 def _sequences_apart(source: Model, target: Model) -> list[Kept]:
@@ -109,11 +102,7 @@ def _sequences_apart(source: Model, target: Model) -> list[Kept]:
                 numbered += [(parent, layer)] if known is places[1] else []
     other = {parent for parent, numbers in places[1].items() if numbers != places[0].get(parent, numbers)}
     layers = [layer for parent, layer in numbered if parent in other]
-    return _kept_layers(layers, "layer of a Sequential of another depth than the source's: give both in pairs=[...]")
-
-
-def _kept_layers(layers: Iterable[Layer], reason: str) -> list[Kept]:
-    return [Kept(name, reason) for layer in layers for name in (layer.weight, layer.bias) if name is not None]
+    return keep_layers(layers, "layer of a Sequential of another depth than the source's: give both in pairs=[...]")
 
 
 def _included(
