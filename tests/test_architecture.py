@@ -16,7 +16,6 @@ MOST_FIELDS, MOST_PARAMETERS = 10, 8
 LARGER = {  # classes with more fields, and why; a config has a field for each option of its command
     "Option": "all that is said of an option, once",
     "Dataset": "the columns of a table of samples, and what its reader knows of them",
-    "LayerRecord": "the entry of a layer in the run record",
     "Row": "a row of the table of many upgrades",
 }
 
