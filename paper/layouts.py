@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from tuneport.data.dataset import Dataset, LazySequence, check_count, reading
+from tuneport.data.dataset import Dataset, LazySequence, Origin, check_count, reading
 from tuneport.data.formats import find_reader, from_table, read_plain
 from tuneport.data.images import check_images, images_under, open_image, read_image_folder
 from tuneport.data.tasks import TASKS, Task, plain_name
@@ -209,7 +209,9 @@ def _text_pairs(task: Task, place: Path, split: Split) -> Dataset | None:
         for file in _places(place, split):
             found = _read_columns(file, split, {**columns, **labels}, MATCHED if split == "test" else ())
             if found is not None and found.labels is not None:
-                return found if file == place else replace(found, split=split)  # a file of one split is all of it
+                return (
+                    found if file == place else replace(found, origin=replace(found.origin, split=split))
+                )  # a file of one split is all of it
     return None
 
 
@@ -282,7 +284,7 @@ def _of_images(
         )
     cells: Any = images if isinstance(images, np.ndarray) else list(images)
     inputs = LazySequence(np.arange(len(images)), partial(open_image, cells, Path(name)))
-    return Dataset(inputs, numbers, tuple(classes), name, "image", split, files=tuple(files))
+    return Dataset(inputs, numbers, tuple(classes), name, "image", origin=Origin(split, tuple(files)))
 
 
 READERS: Mapping[str, TaskReader] = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from builders.samples import raises
-from tuneport.data.dataset import Dataset, LazySequence, align_labels
+from tuneport.data.dataset import Dataset, LazySequence, Origin, align_labels
 
 
 def test_subset_is_a_lazy_view_of_a_view() -> None:
@@ -31,7 +31,7 @@ def test_subset_is_a_lazy_view_of_a_view() -> None:
 
 
 def named(*classes: str) -> Dataset:
-    return Dataset(list(classes), np.arange(len(classes)), classes, name="pets", split="test")
+    return Dataset(list(classes), np.arange(len(classes)), classes, name="pets", origin=Origin("test"))
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_align_errors(classes: tuple[str, ...], head: tuple[str, ...], parts: li
 
 def test_align_needs_labels() -> None:
     with raises("test split of pets has no labels; expected labels among the head's 2 classes."):
-        align_labels(Dataset(["a"], None, (), name="pets", split="test"), ["a", "b"])
+        align_labels(Dataset(["a"], None, (), name="pets", origin=Origin("test")), ["a", "b"])

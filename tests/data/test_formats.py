@@ -31,7 +31,7 @@ def test_folder_without_splits_serves_both(tmp_path: Path) -> None:
     (root / "empty").mkdir()
     for split in ("train", "test"):
         data = read_plain(root, split)  # type: ignore[arg-type]
-        assert (data.classes, data.split, data.kind, data.name) == (("cat", "dog"), "all", "image", "pets")
+        assert (data.classes, data.origin.split, data.kind, data.name) == (("cat", "dog"), "all", "image", "pets")
         assert data.labels is not None
         assert data.labels.tolist() == [0, 0, 0, 1, 1]
         assert data.labels.dtype == np.int64
@@ -49,7 +49,7 @@ def test_folder_splits_agree_on_classes(tmp_path: Path, held_out: str) -> None:
     assert test.labels is not None
     assert train.labels.tolist() == [1, 1, 2]
     assert test.labels.tolist() == [0, 2, 2]
-    assert (train.split, test.split) == ("train", held_out)
+    assert (train.origin.split, test.origin.split) == ("train", held_out)
 
 
 def test_folder_prefers_test_to_validation(tmp_path: Path) -> None:
@@ -130,7 +130,12 @@ def test_npz_with_splits(tmp_path: Path) -> None:
         classes=np.array(["a", "b", "c"]),
     )  # fmt: skip
     train, test = read_plain(tmp_path / "toy.npz", "train"), read_plain(tmp_path / "toy.npz", "test")
-    assert (train.name, train.split, test.split, train.classes) == ("toy", "train", "test", ("a", "b", "c"))
+    assert (train.name, train.origin.split, test.origin.split, train.classes) == (
+        "toy",
+        "train",
+        "test",
+        ("a", "b", "c"),
+    )
     assert train.labels is not None
     assert test.labels is not None
     assert (train.labels.tolist(), test.labels.tolist()) == ([1, 0], [2])
@@ -147,7 +152,7 @@ def test_npz_shapes_and_types(tmp_path: Path, shape: tuple[int, ...], channel: i
     x = whole if dtype is np.uint8 else (whole / 255).astype(dtype)
     np.savez(tmp_path / "toy.npz", x=x, y=np.arange(5))
     data = read_plain(tmp_path / "toy.npz", "test")
-    assert (data.split, data.classes) == ("all", ("0", "1", "2", "3", "4"))
+    assert (data.origin.split, data.classes) == ("all", ("0", "1", "2", "3", "4"))
     expected = whole[2] if channel is None else np.moveaxis(whole[2], channel if channel < 0 else 0, -1)
     if expected.ndim == 2:
         expected = expected[..., None]
@@ -160,7 +165,7 @@ def test_npz_without_names_counts_classes_over_all_splits(tmp_path: Path) -> Non
     x = np.zeros((2, 3, 3), dtype=np.uint8)
     np.savez(tmp_path / "t.npz", x_train=x, y_train=np.array([0, 1]), x_val=x, y_val=np.array([0, 3]))
     assert read_plain(tmp_path / "t.npz", "train").classes == ("0", "1", "2", "3")
-    assert read_plain(tmp_path / "t.npz", "test").split == "val"
+    assert read_plain(tmp_path / "t.npz", "test").origin.split == "val"
 
 
 X = np.zeros((3, 4, 4), dtype=np.uint8)
@@ -279,10 +284,10 @@ def test_a_new_format_is_one_line_of_the_registry(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(formats.READERS, ".words", read_words)
     (tmp_path / "some.words").write_text("good bad")
     data = read_plain(tmp_path / "some.words", "train")
-    assert (list(data.inputs), data.classes, data.name, data.files) == (
+    assert (list(data.inputs), data.classes, data.name, data.origin.files) == (
         ["good", "bad"], ("no", "yes"), "some", (tmp_path / "some.words",),
     )  # fmt: skip
     with raises("no data at", "Pass an image folder", ".words"):
         read_plain(tmp_path / "other.words", "train")
-    assert read_data(tmp_path / "some.words", "test").split == "all"
+    assert read_data(tmp_path / "some.words", "test").origin.split == "all"
     assert split_reference("org/other.words")[1] == Path("org/other.words"), "and no hub id"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders.samples import labelled, raises
-from tuneport.data.dataset import Dataset
+from tuneport.data.dataset import Dataset, Origin
 from tuneport.data.samplers import SAMPLERS, select
 
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=40)
@@ -114,7 +114,7 @@ def test_shots_are_equal_and_nested(sampler: str, labels: list[int], seed: int) 
     ],
 )
 def test_select_errors(options: dict[str, Any], parts: list[str]) -> None:
-    data = labelled([0, 0, 0, 1, 1, 2], name="pets", split="train")
+    data = labelled([0, 0, 0, 1, 1, 2], name="pets", origin=Origin("train"))
     with raises(*parts):
         select(data, **options)
 

@@ -51,7 +51,7 @@ def test_tables(tmp_path: Path, name: str) -> None:
     path = write_table(tmp_path / name, ROWS)
     train, test = read_plain(path, "train"), read_plain(path, "test")
     assert train.classes == test.classes == ("neg", "pos", "unsure")
-    assert (train.name, train.kind, train.split, test.split) == ("t", "text", "train", "test")
+    assert (train.name, train.kind, train.origin.split, test.origin.split) == ("t", "text", "train", "test")
     assert list(train.inputs) == ["good, really", 'so "bad"']
     assert list(test.inputs) == ["größer"]
     assert train.labels is not None
@@ -63,7 +63,7 @@ def test_tables(tmp_path: Path, name: str) -> None:
 def test_number_labels_sort_as_numbers(tmp_path: Path, name: str) -> None:
     path = write_table(tmp_path / name, [{"text": "a", "label": label} for label in (10, 2, 0, 2)])
     data = read_plain(path, "train")
-    assert (data.classes, data.split) == (("0", "2", "10"), "all")
+    assert (data.classes, data.origin.split) == (("0", "2", "10"), "all")
     assert data.labels is not None
     assert data.labels.tolist() == [2, 1, 0, 1]
 
@@ -238,7 +238,7 @@ def test_saved_hf_datasets(tmp_path: Path) -> None:
     test = datasets.Dataset.from_dict({"text": ["c"], "label": [1]}, features=kinds)
     datasets.DatasetDict({"train": train, "validation": test}).save_to_disk(tmp_path / "both")
     data = read_plain(tmp_path / "both", "train")
-    assert (list(data.inputs), data.classes, data.split, data.name) == (
+    assert (list(data.inputs), data.classes, data.origin.split, data.name) == (
         ["a", "b"],
         ("no", "ay"),
         "train",
@@ -247,7 +247,7 @@ def test_saved_hf_datasets(tmp_path: Path) -> None:
     assert data.labels is not None
     assert data.labels.tolist() == [1, 0]
     held_out = read_plain(tmp_path / "both", "test")
-    assert (list(held_out.inputs), held_out.split) == (["c"], "validation")
+    assert (list(held_out.inputs), held_out.origin.split) == (["c"], "validation")
 
     train.remove_columns("label").save_to_disk(tmp_path / "bare")
     with raises("has no labels; expected a column label or target."):
@@ -266,7 +266,7 @@ def test_saved_hf_images_are_decoded_on_access(tmp_path: Path) -> None:
     kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     datasets.Dataset.from_dict(rows, features=kinds).save_to_disk(tmp_path / "set")
     data = read_plain(tmp_path / "set", "test")
-    assert (data.kind, data.classes, data.split) == ("image", ("x", "y"), "all")
+    assert (data.kind, data.classes, data.origin.split) == ("image", ("x", "y"), "all")
     assert data.inputs[0].getpixel((0, 0)) == (5, 5, 5)
     with raises("cannot read image in row 2 of"):
         data.inputs[1]

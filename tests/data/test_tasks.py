@@ -65,7 +65,7 @@ class TestContent:
         np.savez(tmp_path / "digits.npz", x=np.zeros((20, 8, 8), dtype=np.uint8), y=labels)
         data = read_data(f"svhn:{tmp_path / 'digits.npz'}", "test")
         assert data.classes == tuple("0123456789")
-        assert data.split == "test"
+        assert data.origin.split == "test"
         assert len(data) == 10
 
     def test_prompts_of_the_task_make_the_head(self) -> None:

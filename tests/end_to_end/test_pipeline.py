@@ -33,7 +33,7 @@ from builders.folders import (
 from builders.runs import prepare
 from builders.samples import empty_dataset
 from tuneport import TuneportError
-from tuneport.data.dataset import Dataset, align_labels
+from tuneport.data.dataset import Dataset, Origin, align_labels
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, MethodError, PairingError
 from tuneport.methods import METHODS, Method, Problem, Transfer, get_method
@@ -282,11 +282,11 @@ class TestDraws:
         names = tuple(train.classes[i] for i in order)
         assert train.labels is not None
         renumbered = np.argsort(order)[train.labels]
-        reordered = Dataset(train.inputs, renumbered, names, name="animals", kind="image", split="train")
+        reordered = Dataset(train.inputs, renumbered, names, name="animals", kind="image", origin=Origin("train"))
         one = transfer(*zoo.trio("clip_vision"), train, scale=1, samples=SAMPLES)
         two = transfer(*zoo.trio("clip_vision"), reordered, scale=1, samples=SAMPLES)
         assert same(one.task_vector, two.task_vector)
-        wrong = Dataset(train.inputs, train.labels, names, name="animals", kind="image", split="train")
+        wrong = Dataset(train.inputs, train.labels, names, name="animals", kind="image", origin=Origin("train"))
         assert not same(
             one.task_vector, transfer(*zoo.trio("clip_vision"), wrong, scale=1, samples=SAMPLES).task_vector
         )

@@ -16,7 +16,7 @@ from builders.chats import CHATS, chat_tokenizer
 from builders.samples import jsonl, raises
 from builders.templates import FAMILIES, family_tokenizer
 from builders.texts import SENTENCES, gpt_tokenizer, make, roberta_tokenizer, t5_tokenizer, write
-from tuneport.data.dataset import Dataset
+from tuneport.data.dataset import Dataset, Origin
 from tuneport.data.formats import read_plain
 from tuneport.measure.accuracy import likelihood, perplexity
 from tuneport.models.base import Model
@@ -167,7 +167,9 @@ def test_the_likeliest_word_of_a_class_is_the_answer(model: Model) -> None:
         found = likelihood(model, texts(list(SENTENCES), labels=labels, classes=WORDS), batch_size=3)
         assert found.accuracy == pytest.approx(100 * np.mean(labels == chosen))
         assert (found.samples, found.protocol) == (len(SENTENCES), "likelihood")
-    described = texts(list(SENTENCES), labels=np.array(chosen), classes=("a", "b", "c"), label_texts=WORDS)
+    described = texts(
+        list(SENTENCES), labels=np.array(chosen), classes=("a", "b", "c"), origin=Origin(label_texts=WORDS)
+    )
     assert likelihood(model, described).accuracy == 100.0
 
 

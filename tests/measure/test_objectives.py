@@ -37,7 +37,7 @@ from builders.texts import (
 from builders.twins import finetuned
 from tuneport import transfer
 from tuneport.cli import app
-from tuneport.data.dataset import UNLABELLED, Dataset
+from tuneport.data.dataset import UNLABELLED, Dataset, Origin
 from tuneport.data.formats import read_plain
 from tuneport.errors import DataError, TuneportError
 from tuneport.measure import accuracy
@@ -220,7 +220,7 @@ def test_seq2seq_loss_is_that_of_transformers_times_the_tokens(models: dict[str,
 def test_label_texts_are_targets(models: dict[str, Model], name: str, family: str) -> None:
     texts, labels = list(SENTENCES[:3]), np.array([1, 0, 1])
     labelled = Dataset(inputs=texts, labels=labels, classes=("no", "yes"))
-    described = Dataset(inputs=texts, labels=labels, classes=("0", "1"), label_texts=("no", "yes"))
+    described = Dataset(inputs=texts, labels=labels, classes=("0", "1"), origin=Origin(label_texts=("no", "yes")))
     wanted = value(name, models[family], data(texts, targets=["yes", "no", "yes"]))
     assert value(name, models[family], labelled) == wanted
     assert value(name, models[family], described) == wanted

@@ -219,7 +219,7 @@ class TestLayouts:
         assert train.classes == validation.classes == test.classes
         assert not task.classes or train.classes == task.classes
         for data in (train, validation, test):
-            assert (data.name, data.kind, data.prompts) == (name, "image", task.prompts)
+            assert (data.name, data.kind, data.origin.prompts) == (name, "image", task.prompts)
             assert data.inputs[0].mode == "RGB"
             assert data.labels is not None
             assert data.labels.max() < len(data.classes)

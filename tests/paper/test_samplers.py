@@ -14,7 +14,7 @@ from builders.folders import Zoo
 from builders.runs import prepare
 from builders.samples import labelled, raises
 from paper.samplers import PAPER_SAMPLERS
-from tuneport.data.dataset import Dataset
+from tuneport.data.dataset import Dataset, Origin
 from tuneport.data.samplers import SAMPLERS, select
 
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=40)
@@ -139,7 +139,7 @@ def test_shots_are_equal_and_nested(sampler: str, labels: list[int], seed: int) 
 
 
 def test_select_errors() -> None:
-    data = labelled([0, 0, 0, 1, 1, 2], name="pets", split="train")
+    data = labelled([0, 0, 0, 1, 1, 2], name="pets", origin=Origin("train"))
     with raises("sampler 'centroid_far' needs features of the pre-trained model."):
         select(data, samples=2, sampler="centroid_far")
     with raises("`shots` takes", "'half_class' does not. Use random, class_balanced"):

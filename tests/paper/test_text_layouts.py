@@ -33,7 +33,7 @@ def test_folder_with_a_table_per_split(task: str, tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", rows_of(task))
     write_rows(tmp_path / "validation.jsonl", rows_of(task, 12))
     train, test = (read_data(f"{task}:{tmp_path}", split) for split in ("train", "test"))
-    assert (train.classes, train.label_texts) == (TASKS[task].classes, TASKS[task].classes)
+    assert (train.classes, train.origin.label_texts) == (TASKS[task].classes, TASKS[task].classes)
     assert len(test) == 12
     assert test.inputs[1] == ("one 1", "two 1")
     assert test.labels is not None
@@ -72,7 +72,11 @@ def test_mnli_has_two_validation_splits(saved: bool, tmp_path: Path) -> None:
         place = tmp_path / "mnli.jsonl"
         write_rows(place, [{**row, "split": split} for split, part in rows.items() for row in part])
     train, test = (read_data(f"mnli:{place}", split) for split in ("train", "test"))
-    assert (len(train), len(test), test.split) == (27, 12, "validation_matched")  # a tenth is kept for validation
+    assert (len(train), len(test), test.origin.split) == (
+        27,
+        12,
+        "validation_matched",
+    )  # a tenth is kept for validation
 
 
 def test_gold_labels_in_words_and_dashes(tmp_path: Path) -> None:
@@ -96,7 +100,7 @@ def test_descriptions_of_numbered_classes(tmp_path: Path) -> None:
     place = write_rows(tmp_path / "trec.jsonl", [{"text": f"who {i}", "label": i % 6} for i in range(60)])
     data = read_data(f"trec6:{place}", "train")
     assert data.classes == TASKS["trec6"].classes
-    assert data.label_texts == TASKS["trec6"].label_texts
+    assert data.origin.label_texts == TASKS["trec6"].label_texts
     assert with_prompts(data) is data  # no prompt
 
 
@@ -115,4 +119,8 @@ def test_new_task_of_the_docs(tmp_path: Path) -> None:
     columns = {"text": "question", "text_pair": "passage"}
     data = task.read(write_rows(tmp_path / "t.jsonl", rows), "test", columns=columns)
     assert data.inputs[0][0].replace("one", "two") == data.inputs[0][1]
-    assert (data.classes, data.label_texts, data.prompts) == (task.classes, task.label_texts, task.prompts)
+    assert (data.classes, data.origin.label_texts, data.origin.prompts) == (
+        task.classes,
+        task.label_texts,
+        task.prompts,
+    )

@@ -473,7 +473,7 @@ class TestFit:
         target, bare = (
             replace(target, classifier=replace(target.classifier, own=own)) for own in (trained if good else noise, {})
         )
-        base = replace(job.samples.dataset, scores=job.samples.dataset.base_scores)  # what the trained head says
+        base = replace(job.samples.dataset, scores=job.samples.base_scores)  # what the trained head says
         samples = replace(job.samples, dataset=base)
         found, fresh = (fit_head(model, target.module, samples)["classifier.weight"] for model in (target, bare))
         wanted = centred(trained["classifier.weight"].double().T).T if good else fresh

@@ -170,7 +170,7 @@ def candidates_of(data: Dataset) -> list[Sequence[str]]:
         return list(data.choices)
     if data.labels is None:
         raise DataError(f"{data} has no answers to choose from; expected a column label, or choices and label.")
-    return [data.label_texts or data.classes] * len(data)
+    return [data.words] * len(data)
 
 
 def fewer_choices(data: Dataset, most: int) -> Dataset:

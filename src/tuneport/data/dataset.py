@@ -65,17 +65,25 @@ class Table:
     expected: str = "a column label or target"  # where this format has its labels
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What the reader of a data set knows of it."""
+
+    split: str = "all"  # the split's name in the source; "all" if it has none
+    files: tuple[Path, ...] = ()  # that were read, without the image files of single samples
+    prompts: tuple[str, ...] = ()  # templates, of a known task
+    label_texts: tuple[str, ...] = ()  # that describe the classes, of a known task
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Samples with labels, with text targets, or with neither.
 
     `inputs` are RGB `PIL.Image`s (read from disk on access), texts, pairs of texts, or chats. `labels` index `classes`,
-    which `label_texts` describe, or the `choices` of each sample; `prompts` are the templates of a known task. `split`
-    is the split's name in the source, or "all" if it has none. `files` are the files that were read, without the image
-    files of single samples. `scores` (N, classes) are those that a teacher gives to the samples; of a teacher that
-    labels tokens, N pairs of the spans (T, 2) and scores (T, classes) of the tokens of a text, NaN for special ones.
-    `base_scores` are those that the teacher's base gives with the teacher's head. `answers` says whose the targets and
-    the last answers of chats are: the data's, a teacher's with the end of its turn, or nobody's for bare prompts.
+    or the `choices` of each sample. `answers` says whose the targets and the last answers of chats are: the data's, a
+    teacher's with the end of its turn, or nobody's for bare prompts. `scores` (N, classes) are those that a teacher
+    gives to the samples; of a teacher that labels tokens, N pairs of the spans (T, 2) and scores (T, classes) of the
+    tokens of a text, NaN for special ones.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)
@@ -87,15 +95,11 @@ class Dataset:
     classes: tuple[str, ...]
     name: str = "data"
     kind: Kind = "text"
-    split: str = "all"
     targets: Sequence[str] | None = None
-    prompts: tuple[str, ...] = ()
-    label_texts: tuple[str, ...] = ()
-    files: tuple[Path, ...] = ()
-    scores: NDArray[Any] | None = None
-    base_scores: NDArray[Any] | None = None
     choices: Sequence[Sequence[str]] | None = None
     answers: Answers = "data"
+    scores: NDArray[Any] | None = None
+    origin: Origin = Origin()
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -104,7 +108,12 @@ class Dataset:
         return f"Dataset({self}: {len(self)} {self.kind}s, {len(self.classes)} classes)"
 
     def __str__(self) -> str:
-        return self.name if self.split == "all" else f"{self.split} split of {self.name}"
+        return self.name if self.origin.split == "all" else f"{self.origin.split} split of {self.name}"
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The texts for the classes."""
+        return self.origin.label_texts or self.classes
 
     @property
     def has_chats(self) -> bool:
@@ -115,7 +124,7 @@ class Dataset:
         """The samples at `indices`, in that order; copies no sample and opens no file."""
         wanted = np.asarray(indices)
         picked = np.arange(len(self))[wanted if wanted.size else wanted.astype(np.int64)]
-        arrays = {name: getattr(self, name) for name in ("labels", "scores", "base_scores")}
+        arrays = {name: getattr(self, name) for name in ("labels", "scores")}
         found: dict[str, Any] = {name: array[picked] for name, array in arrays.items() if array is not None}
         for name in ("inputs", "targets", "choices"):
             if (items := getattr(self, name)) is not None:
@@ -131,15 +140,15 @@ def _pick(items: Sequence[Any], indices: NDArray[np.int64]) -> Sequence[Any]:
 
 def with_prompts(dataset: Dataset) -> Dataset:
     """The dataset with each text put into the task's prompt, as text-to-text models read it; unchanged without one."""
-    if dataset.kind != "text" or not dataset.prompts:
+    if dataset.kind != "text" or not dataset.origin.prompts:
         return dataset
-    prompt, inputs = dataset.prompts[0], dataset.inputs
+    prompt, inputs = dataset.origin.prompts[0], dataset.inputs
 
     def fill(index: int) -> str:
         first, second = (texts, "") if isinstance(texts := inputs[index], str) else texts
         return re.sub(r"\{text(_pair)?\}", lambda found: second if found[1] else first, prompt)
 
-    return replace(dataset, inputs=LazySequence(np.arange(len(dataset)), fill), prompts=())
+    return replace(dataset, inputs=LazySequence(np.arange(len(dataset)), fill))
 
 
 def as_prompts(dataset: Dataset, template: str) -> Dataset:
@@ -173,7 +182,7 @@ def joined(first: Dataset, second: Dataset) -> Dataset:
         return LazySequence(np.arange(len(one) + len(two)), lambda at: one[at] if at < len(one) else two[at - len(one)])
 
     more = {name: both(name) for name in ("inputs", "targets", "choices")}
-    return replace(first, labels=None, scores=None, base_scores=None, **more)
+    return replace(first, labels=None, scores=None, **more)
 
 
 def check_count(samples: int, name: object) -> None:

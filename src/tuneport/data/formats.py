@@ -23,7 +23,7 @@ from ..io.untrusted import check_regular
 from ..types import Split
 from .answers import CHAT_COLUMNS, MORE_COLUMNS, PROMPTS_ONLY, prompt_of, read_chats, read_choices
 from .arrow import read_parquet, read_saved
-from .dataset import SPLIT_NAMES, Dataset, LazySequence, Table, choose_split, reading
+from .dataset import SPLIT_NAMES, Dataset, LazySequence, Origin, Table, choose_split, reading
 from .images import open_image, read_image_folder
 from .npz import read_npz
 from .rows import Parser, delimited, json_lines, json_list, read_rows, text_lines
@@ -149,10 +149,9 @@ def from_table(table: Table, path: Path, split: Split, also: Sequence[str] = (),
         labels=labels,
         classes=classes,
         kind="image" if images else "text",
-        split=found or "all",
         targets=targets,
         choices=choices,
-        files=table.files,
+        origin=Origin(found or "all", table.files),
         answers="none" if chats and not labelled and any(prompt_of(chat) is chat for chat in inputs) else "data",
     )
 

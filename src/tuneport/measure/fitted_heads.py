@@ -178,16 +178,17 @@ def take_head(
 def with_scores(
     samples: DatasetSamples, scores: NDArray[Any] | None, base: NDArray[Any] | None = None
 ) -> DatasetSamples:
-    """The samples with the scores of a teacher, and of its base; those that are not given stay."""
-    given = {"scores": scores, "base_scores": base}
-    model = samples.models.source
-    found: dict[str, Any] = {name: _centred_rows(rows, model) for name, rows in given.items() if rows is not None}
-    chosen = replace(samples.chosen, **found)
-    return replace(samples, dataset=chosen, indices=np.arange(len(chosen)))
+    """The samples with the scores of a teacher, which stay if none are given, and of its base."""
+    chosen, model = samples.chosen, samples.models.source
+    if scores is not None:
+        chosen = replace(chosen, scores=_centred_rows(scores, model))
+    return replace(samples, dataset=chosen, indices=np.arange(len(chosen)), base_scores=_centred_rows(base, model))
 
 
-def _centred_rows(scores: NDArray[Any], model: Model) -> NDArray[Any]:
+def _centred_rows(scores: NDArray[Any] | None, model: Model) -> NDArray[Any] | None:
     """The `scores` of a `Dataset`, centred over the classes."""
+    if scores is None:
+        return None
     if model.task != "token":
         return _centred(torch.as_tensor(scores).T, model).T.numpy()
     found = np.empty(len(scores), dtype=object)
@@ -273,8 +274,8 @@ def measuring(target: Model, samples: Samples) -> AbstractContextManager[None]:
     compare. It is fitted on these samples only: those that judge what is measured have no part in it.
     """
     head = dict[str, Tensor]()
-    if isinstance(samples, DatasetSamples) and samples.dataset.base_scores is not None:
-        base = replace(samples.dataset, scores=samples.dataset.base_scores)
+    if isinstance(samples, DatasetSamples) and samples.base_scores is not None:
+        base = replace(samples.dataset, scores=samples.base_scores)
         head = fit_head(target, target.module, replace(samples, dataset=base))
     return changed(target.module, head)
 
@@ -328,7 +329,7 @@ def with_teacher_scores(
     assert samples.heads is not None
     head, chosen = samples.heads.source, samples.chosen
     base, tuned = scores or (None, None)
-    if base is None and chosen.base_scores is None and models.target.classifier is not None:
+    if base is None and models.target.classifier is not None:
         base = scores_by(models.source, TaskVector({}), head, chosen, batch_size=samples.size)
     if tuned is None and chosen.scores is None:
         tuned = scores_by(models.source, change.teacher, head, chosen, batch_size=samples.size)

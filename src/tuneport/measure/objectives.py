@@ -100,8 +100,7 @@ def read_answers(dataset: Dataset) -> Sequence[str] | None:
         return dataset.targets
     if dataset.choices is not None:
         return [choices[label] for choices, label in zip(dataset.choices, dataset.labels, strict=True)]
-    words = dataset.label_texts or dataset.classes
-    return [words[label] for label in dataset.labels]
+    return [dataset.words[label] for label in dataset.labels]
 
 
 def load_loss(name: str) -> Loss:

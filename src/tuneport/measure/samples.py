@@ -56,6 +56,7 @@ class DatasetSamples:
     heads: Sides[Head] | None
     size: int
     objective: Objective
+    base_scores: NDArray[Any] | None = None  # like the scores of `dataset`, of the teacher's base with its head
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -98,8 +99,8 @@ class DatasetSamples:
         if not len(self) or (chosen.kind != "image" and not isinstance(chosen.inputs[0], str)):
             return None
         copied = chosen.subset(np.tile(np.arange(len(chosen)), copies))
-        more = replace(copied, inputs=augmented(chosen.inputs, copies, seed, ordered), scores=None, base_scores=None)
-        return replace(self, dataset=more, indices=np.arange(copies * len(chosen)))
+        more = replace(copied, inputs=augmented(chosen.inputs, copies, seed, ordered), scores=None)
+        return replace(self, dataset=more, indices=np.arange(len(more)), base_scores=None)
 
     def largest_batch(self) -> PairedBatch:
         """The largest batch, which stands for the others."""

@@ -42,7 +42,7 @@ class Unseen:
     @property
     def held_out(self) -> bool:
         """True if the data have one split, of which these samples are held out."""
-        return self.shared > 0 and self.test.split == "all"
+        return self.shared > 0 and self.test.origin.split == "all"
 
     @property
     def note(self) -> str:

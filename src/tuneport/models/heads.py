@@ -101,7 +101,7 @@ def choose_head(model: Model, wanted: str | None, dataset: Any) -> Head:
     """Choose the head that scores `dataset`: `wanted`, else the model's classifier, its text tower or a stored head.
 
     `wanted` is the name of a file `heads/NAME.safetensors` in the model's folder, a head file, or a JSON file that
-    describes the classes in words. A text tower reads the `label_texts` of the data set, or its classes in `prompts`.
+    describes the classes in words. A text tower reads the `words` for the classes of the data set, in its prompts.
     """
     stored = sorted((model.weights.folder / "heads").glob("*.safetensors")) if model.weights.folder is not None else []
     paths = {path.stem: path for path in stored}
@@ -114,11 +114,11 @@ def choose_head(model: Model, wanted: str | None, dataset: Any) -> Head:
         return _described_head(model, path) if path.suffix == ".json" else _read_fitting(model, path)
     if model.outputs.logits is not None:
         return Head("classifier", model.outputs.classes)
-    words = dataset.label_texts or dataset.classes
+    words = dataset.words
     text = model.inputs.kind == "text"
-    numbers = text and not dataset.prompts and bool(words) and all(word.isdecimal() for word in words)
+    numbers = text and not dataset.origin.prompts and bool(words) and all(word.isdecimal() for word in words)
     if model.outputs.embed_texts is not None and words and not numbers:
-        prompts = dataset.prompts or (("{}",) if text else PROMPTS)
+        prompts = dataset.origin.prompts or (("{}",) if text else PROMPTS)
         embeds = class_embeddings(words, prompts, model.outputs.embed_texts)
         return Head("text", dataset.classes, embeds, model.outputs.logit_scale)
     if dataset.name in paths or len(paths) == 1:

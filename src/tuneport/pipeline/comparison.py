@@ -82,7 +82,7 @@ def usual_test(
     """A labelled test split that the models can be scored on; where there is none, the reason."""
     try:
         test = read_test(data, columns)
-        if test.split == "all":
+        if test.origin.split == "all":
             return "the data have no test split"
         check_test(target, calibration, test)
         if test.labels is None:

@@ -158,7 +158,7 @@ def with_protocol(
             align_labels(test, scorer.classes)
     except TuneportError:
         return about
-    unused = test.split != "all"  # else calibration has used some of the samples
+    unused = test.origin.split != "all"  # else calibration has used some of the samples
     found = unused and (protocol == "perplexity" or test.labels is not None)
     return {**about, "data": {**about["data"], "protocol": protocol}} if found else about
 

@@ -61,7 +61,9 @@ def texts_of_test_split(data: Any, config: LessonsConfig) -> Sequence[str]:
         found = read_data(data, "test", labelled=False, columns=config.columns)
     except DataError:
         return ()
-    return [] if found.split == "all" or found.kind != "text" else [Frame().text(sample) for sample in found.inputs]
+    return (
+        [] if found.origin.split == "all" or found.kind != "text" else [Frame().text(sample) for sample in found.inputs]
+    )
 
 
 def read_extra(old: OldModel, own: Dataset, config: LessonsConfig, events: Events) -> Dataset | None:

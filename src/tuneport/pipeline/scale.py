@@ -221,7 +221,7 @@ class Judge:
         samples = self.calibration.samples
         if not isinstance(self.loss, TokenLoss) or not isinstance(samples, DatasetSamples):
             return 0
-        count = len(samples.dataset.label_texts or samples.dataset.classes)
+        count = len(samples.dataset.words)
         return min(count, MOST_ANSWERS) if samples.dataset.labels is not None and count > 1 else 0
 
     def batches(self, samples: Samples) -> list[EvalBatch]:

@@ -99,14 +99,14 @@ def data_identity(
         identity["path"] = str(data)
         if known := hub_name(path):
             identity |= {"name": known[0], "revision": known[1]}
-        files = [*dataset.files, *files_of(dataset.subset(indices))] if dataset is not None else []
+        files = [*dataset.origin.files, *files_of(dataset.subset(indices))] if dataset is not None else []
         if path.is_file():
             files = [path, *files]
         digests = file_digests(dict.fromkeys(files))
         home = path.parent if path.is_file() else path
         identity["sha256"] = {os.path.relpath(file, home): digest for file, digest in digests.items()}
     if dataset is not None:
-        identity |= {"split": dataset.split, "classes": len(dataset.classes), "indices": indices.tolist()}
+        identity |= {"split": dataset.origin.split, "classes": len(dataset.classes), "indices": indices.tolist()}
     if heads is not None:
         identity["heads"] = [head.name for head in heads]
     return identity

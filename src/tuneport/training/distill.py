@@ -73,7 +73,7 @@ def distill(
     """
     events, own, target = events or Events(), len(samples), samples.models.target
     both = samples.chosen if extra is None else joined(samples.chosen, extra.data)
-    samples = unlabelled(replace(samples, dataset=both, indices=np.arange(len(both))))
+    samples = unlabelled(replace(samples, dataset=both, indices=np.arange(len(both)), base_scores=None))
     matching, images = matching_of(samples), samples.dataset.kind == "image"
     compared = comparable(samples, matching, own)
     folds, all_own = divide(compared, own, extra)

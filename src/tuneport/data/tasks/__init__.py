@@ -57,20 +57,22 @@ class Task:
         if not os.path.exists(place):
             raise DataError(f"no data at {place}: no such file or folder, for the task {self.name}.")
         wanted: Split = "test" if split == "test" else "train"
-        found = self.find(place, wanted, labelled, columns)
-        data = replace(self._with_class_names(found), name=self.name, prompts=self.prompts)
+        data = self._with_class_names(self.find(place, wanted, labelled, columns))
+        origin = replace(data.origin, prompts=self.prompts)
         if data.classes == self.classes:
-            data = replace(data, label_texts=self.label_texts)
-        if found.split == "all":
+            origin = replace(origin, label_texts=self.label_texts)
+        if origin.split == "all":
             train, test = _split(data, TEST_SHARE)
-            data = replace(data.subset(test if split == "test" else train), split=wanted)
+            data = data.subset(test if split == "test" else train)
         if split != "test":
             train, validation = _split(data, VALIDATION_SHARE)
-            data = replace(data.subset(validation if split == "validation" else train), split=split)
+            data = data.subset(validation if split == "validation" else train)
+        if split != "test" or origin.split == "all":
+            origin = replace(origin, split=split)
         if not len(data):
             few = f"{place} has too few samples for a {split} split of {self.title}: no class has two"
             raise DataError(f"{few}. Add samples{', or a test split' if split == 'test' else ''}.")
-        return data
+        return replace(data, name=self.name, origin=origin)
 
     def places(self, place: Path) -> list[Path]:
         """The place, and what lies in it under a known name."""
@@ -168,8 +170,8 @@ def read_data(
 ) -> Dataset:
     """Read one split of an image folder, an `.npz`, a table, a saved HF dataset, or of `TASK:PATH`.
 
-    A source without splits serves as both, and its `Dataset.split` is "all"; with a task, the splits are disjoint.
-    Without a test split, the validation split (dev, validation, val) replaces it.
+    A source without splits serves as both, and the split of its `Dataset.origin` is "all"; with a task, the splits are
+    disjoint. Without a test split, the validation split (dev, validation, val) replaces it.
     `labelled=False` also accepts data with neither labels nor text targets. `columns` maps names such as text and
     label to those of a table.
     """
