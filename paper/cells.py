@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from tuneport.config import TransferConfig
 from tuneport.data.dataset import Dataset, align_labels
-from tuneport.data.samplers import SAMPLERS, select
 from tuneport.data.tasks import read_data
 from tuneport.maps.statistics import Statistics
 from tuneport.measure.accuracy import compute_features, linear_probe
@@ -35,6 +34,7 @@ from tuneport.training.loop import Schedule
 from tuneport.types import Signal
 
 from .finetune import batch_reader, finetune
+from .samplers import CENTROID, select_by_features
 from .schema import Comparison
 from .tables import Row
 
@@ -115,7 +115,7 @@ class Task:
         """A transfer over the largest budget. What a sampler looks at is computed once for all draws."""
         (source, target), comparison = self.models, self.comparison
         drawn = {**comparison.largest, "seed": seed}
-        looks = SAMPLERS[sampler].needs_features
+        looks = sampler in CENTROID
         config = TransferConfig.of(
             sampler="class_balanced" if looks else sampler,
             head=comparison.heads.get(self.name),
@@ -130,7 +130,7 @@ class Task:
         if not looks:
             return setup
         samples = drawn_samples(setup.calibration.samples)
-        chosen = select(samples.dataset, sampler=sampler, features=lambda _: self._features, **drawn)
+        chosen = select_by_features(samples.dataset, sampler, self._features, **drawn)
         calibration = replace(setup.calibration, samples=replace(samples, indices=chosen))
         return replace(setup, calibration=calibration)
 

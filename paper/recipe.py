@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from tuneport.data.formats import suffixes
-from tuneport.data.samplers import SAMPLERS, select
+from tuneport.data.samplers import select
 from tuneport.data.tasks import read_data, split_reference
 from tuneport.errors import DataError, TuneportError, first_of, shortened, unknown_name
 from tuneport.io.places import looks_like_hub_id
 from tuneport.models.open import path_of
 
+from .samplers import CENTROID
 from .schema import KINDS, PATTERN, Comparison, Keys, PaperRows, validated
 
 FIGURES = ("similarity", "output-similarity", "drift", "cost")
@@ -225,7 +226,7 @@ def _disk_problems(comparison: Comparison) -> Iterator[str]:
             yield f"{task}: {str(error).replace('`', '')}"
             continue
         for sampler, seed in product(comparison.samplers, comparison.seeds) if comparison.budgets else ():
-            blind = "class_balanced" if SAMPLERS[sampler].needs_features else sampler  # features are not known yet
+            blind = "class_balanced" if sampler in CENTROID else sampler  # features are not known yet
             try:
                 select(data, sampler=blind, seed=seed, **comparison.largest)
             except TuneportError as error:

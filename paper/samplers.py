@@ -1,31 +1,54 @@
-"""The samplers of the paper's study of calibration sets (Table B), added to tuneport's when this module is imported.
+"""The samplers of the paper's study of calibration sets (Table B).
 
-With one seed a small draw is a prefix of a larger one; not so with `single_class`, which prefers a class of N samples.
+Those that need labels only are added to tuneport's when this module is imported. With one seed a small draw is a prefix
+of a larger one; not so with `single_class`, which prefers a class of N samples.
 """
 
 from __future__ import annotations
 
-from functools import partial
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Generator, Tensor
 
+from tuneport.data.dataset import Dataset, count_drawn
 from tuneport.data.samplers import SAMPLERS, Sampler, round_robin, shuffled, shuffled_classes
 from tuneport.errors import DataError
 
+CENTROID = {  # by the sign of the distance of a sample from the mean feature of its class
+    "centroid_near": 1.0,  # the most typical of every class
+    "centroid_far": -1.0,  # the least typical of every class
+}
 
-def _by_distance(labels: Tensor, count: int, generator: Generator, features: Tensor | None, sign: float) -> Tensor:
-    assert features is not None  # `select` has checked
+
+def select_by_features(
+    dataset: Dataset,
+    sampler: str,
+    features: Tensor,
+    *,
+    samples: int | None = None,
+    shots: int | None = None,
+    seed: int = 0,
+) -> NDArray[np.int64]:
+    """Indices of the samples that a sampler of `CENTROID` draws, by their pre-trained features (N, width)."""
+    count = count_drawn(dataset, samples, shots, labels_for=f"sampler '{sampler}'")
+    if features.ndim != 2 or len(features) != len(dataset) or not bool(features.isfinite().all()):
+        raise DataError(
+            f"features of shape {tuple(features.shape)} for {len(dataset)} samples; "
+            f"expected ({len(dataset)}, width), all finite."
+        )
+    labels, generator = torch.as_tensor(dataset.labels), torch.Generator().manual_seed(seed)
     groups = []
     for label in shuffled_classes(labels, generator):
         members = (labels == label).nonzero()[:, 0]
         points = features.detach().cpu()[members].double()  # (members, width)
         distance = (points - points.mean(dim=0)).norm(dim=1)
-        groups.append(members[torch.argsort(sign * distance, stable=True)])
-    return round_robin(groups)[:count]
+        groups.append(members[torch.argsort(CENTROID[sampler] * distance, stable=True)])
+    indices: NDArray[np.int64] = round_robin(groups)[:count].numpy()
+    return indices
 
 
-def _half_class(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
+def _half_class(labels: Tensor, count: int, generator: Generator) -> Tensor:
     present = shuffled_classes(labels, generator)
     chosen = present[: max(1, len(present) // 2)]
     samples = shuffled(len(labels), generator)
@@ -36,23 +59,14 @@ def _half_class(labels: Tensor, count: int, generator: Generator, _: Tensor | No
     return samples[:count]
 
 
-def _single_class(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
+def _single_class(labels: Tensor, count: int, generator: Generator) -> Tensor:
     order = shuffled_classes(labels, generator)
     order = order[torch.argsort((torch.bincount(labels)[order] < count).int(), stable=True)]  # large classes first
     samples = shuffled(len(labels), generator)
     return torch.cat([samples[labels[samples] == label] for label in order])[:count]
 
 
-def _centroid(description: str, sign: float) -> Sampler:
-    return Sampler(description, partial(_by_distance, sign=sign), needs_features=True, balanced=True)
-
-
-PAPER_SAMPLERS = {
-    "centroid_near": _centroid("the most typical of every class: nearest to its mean feature", 1.0),
-    "centroid_far": _centroid("the least typical of every class: farthest from its mean feature", -1.0),
-    "half_class": Sampler("at random from a random half of the classes", _half_class),
-    "single_class": Sampler(
-        "at random from one random class; if no class is large enough, all of one and then of the next", _single_class
-    ),
-}
-SAMPLERS.update(PAPER_SAMPLERS)
+SAMPLERS.update(
+    half_class=Sampler(_half_class),  # at random from a random half of the classes
+    single_class=Sampler(_single_class),  # from one random class; if none is large enough, then from the next
+)

@@ -25,6 +25,8 @@ from tuneport.errors import TuneportError, unknown_name
 from tuneport.methods import get_method
 from tuneport.training.loop import Schedule
 
+from .samplers import CENTROID
+
 KINDS: dict[str, tuple[str, ...]] = {  # what a recipe makes, and the keys that it needs for that
     "comparison": ("source", "target", "finetuned", "data"),
     "similarity": ("source", "target", "data"),
@@ -100,7 +102,7 @@ class Comparison:
     methods: tuple[Method, ...] = ("naive", "theseus", "bico")
     samples: tuple[Count, ...] = ()
     shots: tuple[Count, ...] = ()
-    samplers: tuple[Annotated[StrictStr, _one_of("sampler", SAMPLERS)], ...] = ("random",)
+    samplers: tuple[Annotated[StrictStr, _one_of("sampler", (*SAMPLERS, *CENTROID))], ...] = ("random",)
     exclude: Words = ()
     seeds: Annotated[tuple[Index, ...], Field(min_length=1)] = (0,)
     scales: tuple[Annotated[StrictStr, _check(parse_scale)], ...] = ("1", "auto")

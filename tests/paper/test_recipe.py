@@ -18,10 +18,11 @@ from paper import cells, figures, run
 from paper.__main__ import main
 from paper.recipe import FIGURES, RECIPES, Printed, Recipe, make_recipe, read_recipe, under_root
 from paper.run import Cells, cell_names, check_models, plan_lines, run_recipe, wanted_finetunes
+from paper.samplers import select_by_features
 from paper.schema import KINDS, Comparison
 from paper.tables import Comparing, Row, compare_with_paper, markdown, orders, plot
 from paper.toy import shorten, write_toys
-from tuneport.data.tasks import TASKS
+from tuneport.data.tasks import TASKS, read_data
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.models.open import open_model
 from tuneport.training.loop import Schedule
@@ -490,11 +491,9 @@ class TestRunning:
         with pytest.raises(CheckpointError, match=r"no wider/results\.json in it"):
             run_recipe(recipe, out, overwrite=True)
 
-    def test_feature_samplers_draw_like_a_transfer(
+    def test_feature_samplers_draw_by_the_features_of_the_target(
         self, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from builders.runs import prepare
-
         looked: list[int] = []
         plain = cells.compute_features
         monkeypatch.setattr(cells, "compute_features", lambda *given: looked.append(1) or plain(*given))
@@ -509,20 +508,11 @@ class TestRunning:
         )
         run_recipe(recipe, tmp_path / "out")
         assert looked == [1]  # once for two samplers and two seeds
-        part = recipe.comparison
+        data = read_data(recipe.comparison.data["mnist"], "train")
+        features = plain(open_model(recipe.comparison.target), data)
         for seed, found in ((0, drawn[0] + drawn[1]), (1, drawn[2] + drawn[3])):  # measured in halves
-            wanted = prepare(
-                part.source,
-                part.finetuned["mnist"],
-                part.target,
-                part.data["mnist"],
-                samples=6,
-                sampler="centroid_near",
-                seed=seed,
-                head="mnist",
-                device="cpu",
-            )
-            assert found == wanted.record["data"]["indices"]
+            wanted = select_by_features(data, "centroid_near", features, samples=6, seed=seed)
+            assert found == wanted.tolist()
 
     def test_a_cell_is_a_task_a_sampler_and_a_seed(self, root: Path) -> None:
         part = self.recipe(root, samplers=["random", "class_balanced"]).comparison

@@ -199,8 +199,6 @@ def count_drawn(
     `samples` are by default 100, or all if there are fewer; `labels_for` says what needs labels besides `shots`. Raises
     a DataError if the data have too few samples, or no labels where they are needed.
     """
-    if samples is not None and shots is not None:
-        raise DataError(f"asked for {samples} samples and for {shots} shots; pass `samples` or `shots`, not both.")
     if dataset.labels is None and (shots is not None or labels_for is not None):
         expected = f"expected a label per sample for {labels_for if shots is None else '`shots`'}"
         raise DataError(f"{dataset} has no labels; {expected}. Use `samples` and the sampler random.")
@@ -211,8 +209,6 @@ def count_drawn(
         if count > len(dataset):
             raise DataError(f"asked for {count} samples but {dataset} has {len(dataset)}; lower `samples`.")
         return count
-    if shots <= 0:
-        raise DataError(f"asked for {shots} shots; expected at least 1 in `shots`.")
     assert dataset.labels is not None
     sizes = Counter(dataset.labels.tolist())
     short = [f"{dataset.classes[label]} ({size})" for label, size in sorted(sizes.items()) if size < shots]

@@ -1,7 +1,7 @@
 """Choose the calibration samples: N through a sampler, or K of every class; and augment them.
 
-A draw depends only on the labels, the seed and, for a sampler that needs them, the features. Samplers order the samples
-and take the first N, so with one seed a small draw is a prefix of a larger one.
+A draw depends only on the labels and the seed. Samplers order the samples and take the first N, so with one seed a
+small draw is a prefix of a larger one.
 
 With few samples the maps of wide layers are mostly noise. The input side needs no labels, so it can also use augmented
 views of each sample, which depend only on the sample and a seed.
@@ -31,14 +31,12 @@ SHIFT = 8  # an image is shifted by at most 1/8 of its side
 class Sampler:
     """A sampling strategy.
 
-    `rule(labels, count, generator, features)` returns the indices of `count` distinct samples, in the order of the
-    draw. A `balanced` sampler takes equally many samples of every class, as far as a class has them.
+    `rule(labels, count, generator)` returns the indices of `count` distinct samples, in the order of the draw. A
+    `balanced` sampler takes equally many samples of every class, as far as a class has them.
     """
 
-    description: str
-    rule: Callable[[Tensor, int, Generator, Tensor | None], Tensor]
+    rule: Callable[[Tensor, int, Generator], Tensor]
     needs_labels: bool = True
-    needs_features: bool = False
     balanced: bool = False
 
 
@@ -53,11 +51,11 @@ def shuffled_classes(labels: Tensor, generator: Generator) -> Tensor:
     return present[shuffled(len(present), generator)]
 
 
-def _random(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
+def _random(labels: Tensor, count: int, generator: Generator) -> Tensor:
     return shuffled(len(labels), generator)[:count]
 
 
-def _class_balanced(labels: Tensor, count: int, generator: Generator, _: Tensor | None) -> Tensor:
+def _class_balanced(labels: Tensor, count: int, generator: Generator) -> Tensor:
     order = shuffled_classes(labels, generator)
     samples = shuffled(len(labels), generator)
     return round_robin([samples[labels[samples] == label] for label in order])[:count]
@@ -70,8 +68,8 @@ def round_robin(groups: list[Tensor]) -> Tensor:
 
 
 SAMPLERS: dict[str, Sampler] = {
-    "random": Sampler("uniformly at random (default)", _random, needs_labels=False),
-    "class_balanced": Sampler("at random, equally many of every class", _class_balanced, balanced=True),
+    "random": Sampler(_random, needs_labels=False),
+    "class_balanced": Sampler(_class_balanced, balanced=True),
 }
 
 
@@ -82,12 +80,10 @@ def select(
     shots: int | None = None,
     sampler: str = "random",
     seed: int = 0,
-    features: Callable[[Dataset], Tensor] | None = None,
 ) -> NDArray[np.int64]:
     """Indices of the calibration samples, as many as `count_drawn` says, through a sampler by name.
 
-    With `shots`, "random" draws at random within every class. `features` maps a dataset to its pre-trained features
-    (N, width), if the sampler needs them.
+    With `shots`, "random" draws at random within every class.
 
     >>> data = Dataset(inputs=list("abcdef"), labels=np.array([0, 0, 0, 1, 1, 1]), classes=("x", "y"))
     >>> few, more = select(data, samples=2, seed=3), select(data, samples=4, seed=3)
@@ -106,18 +102,8 @@ def select(
         chosen = chosen if chosen.balanced else SAMPLERS["class_balanced"]
     need = f"sampler '{sampler}'" if chosen.needs_labels else None
     count = count_drawn(dataset, samples, shots, labels_for=need)
-    points = None
-    if chosen.needs_features:
-        if features is None:
-            raise DataError(f"sampler '{sampler}' needs features of the pre-trained model. Pass `features`.")
-        points = features(dataset)
-        if points.ndim != 2 or len(points) != len(dataset) or not bool(points.isfinite().all()):
-            raise DataError(
-                f"features of shape {tuple(points.shape)} for {len(dataset)} samples; "
-                f"expected ({len(dataset)}, width), all finite."
-            )
     labels = torch.zeros(len(dataset), dtype=torch.int64) if dataset.labels is None else torch.as_tensor(dataset.labels)
-    indices: NDArray[np.int64] = chosen.rule(labels, count, torch.Generator().manual_seed(seed), points).numpy()
+    indices: NDArray[np.int64] = chosen.rule(labels, count, torch.Generator().manual_seed(seed)).numpy()
     return indices
 
 

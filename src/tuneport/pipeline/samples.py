@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from ..config import MeasureConfig
 from ..data.dataset import Dataset, align_labels
@@ -20,7 +19,6 @@ from ..data.samplers import select
 from ..data.tasks import read_data, split_reference
 from ..errors import DataError, TuneportError
 from ..io.places import nearest_path
-from ..measure.accuracy import compute_features
 from ..measure.fitted_heads import agreement, answers_by_name, labelled_by, scores_by, scores_of_labels, with_scores
 from ..measure.objectives import Objective, check_objective, choose_objective, forward_only, load_loss
 from ..measure.samples import Calibration, DatasetSamples, Samples, UserBatches, by_length, samples_at_once
@@ -219,17 +217,12 @@ def _draw(
         own = place is not None and not isinstance(place, (str, Path, Dataset))
         return UserBatches(list(cast(Iterable[Any], place)) if own else ()), data_identity(place)
 
-    def look(chosen: Dataset) -> torch.Tensor:
-        with runnable(models.target, pick_device(config.device)):
-            return compute_features(models.target, chosen)
-
     indices = select(
         replace(dataset, labels=None) if question.by_source else dataset,
         samples=config.samples,
         shots=config.shots,
         sampler=config.sampler,
         seed=config.seed,
-        features=look,
     )
     together = question.objective.together if question.loss is None else None
     size, order = together or config.batch_size, indices
