@@ -403,7 +403,7 @@ def test_custom_loss_on_the_command_line(own: str, encoders: dict[str, Path], tm
     [
         ("my_own_losses:absent", "cannot be imported"),
         ("os:system", "the loss os:system failed: "),
-        ("builtins:print", "the loss builtins:print gives None; expected a tensor with one number"),
+        ("builtins:print", "the loss must return one number (a sum over samples), got NoneType"),
         ("casual", "unknown loss 'casual'. Did you mean 'causal'?"),
         ("seq2seq", "writes no text"),
         ("contrastive", "needs pairs of texts"),

@@ -57,7 +57,8 @@ def test_tokens_of_two_templates_meet_in_the_contents() -> None:
     """The contents are the same words for both models, so that each of their tokens meets a token of the same words."""
     readers = [Reader(chat_tokenizer(name), 512) for name in ("chatml", "gemma")]
     source, target = (reader.texts(CHATS) for reader in readers)
-    assert coverage(source.spans, target.spans).share == 1.0
+    found = coverage(source.spans, target.spans)
+    assert found["target_matched"] == found["target_tokens"] > 0
     shares = overlap(source.spans[0], target.spans[0])
     for row in range(len(CHATS)):
         texts = [

@@ -219,15 +219,14 @@ def each_batch(
 
     def one(start: int) -> T:
         part = data.subset(np.arange(start, min(start + batch_size, len(data))))
-        [found] = [work(batch) for batch, _ in encode_batches(model, part, batch_size, progress)]
+        found = work(next(encode_batches(model, part, batch_size))[0])
+        progress(len(part))
         return found
 
     return divided(range(0, len(data), batch_size), one)
 
 
-def encode_batches(
-    model: Model, data: Dataset, batch_size: int, progress: Progress = ignore
-) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+def encode_batches(model: Model, data: Dataset, batch_size: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
     """Yield batches of encoded samples on the model's device, with their labels: all -100 where there are none."""
     check_samples(data)
     if model.inputs.encode is None:
@@ -238,9 +237,7 @@ def encode_batches(
     labels = np.full(len(data), UNLABELLED, dtype=np.int64) if data.labels is None else data.labels
     for start in range(0, len(data), batch_size):
         part = slice(start, start + batch_size)
-        batch = model.place(model.inputs.encode(list(data.inputs[part]))), torch.as_tensor(labels[part])
-        yield batch
-        progress(len(batch[1]))
+        yield model.place(model.inputs.encode(list(data.inputs[part]))), torch.as_tensor(labels[part])
 
 
 def check_samples(data: Dataset) -> None:
@@ -302,26 +299,20 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     _check(model, data)
     size = questions_at_once(model, batch_size, max(map(len, candidates_of(data)), default=1))
 
-    def scored(start: int) -> tuple[list[int], list[list[Any]]]:
+    def scored(start: int) -> list[NDArray[Any]]:
         part = data.subset(np.arange(start, min(start + size, len(data))))
         asked, counts = each_answer(part)
-        assert part.labels is not None
         found = _score(model, asked, len(asked) if model.shares_questions else batch_size, counts=counts)
-        begin, chosen, rows = 0, [], []
-        for label, count in zip(part.labels, counts, strict=True):
-            chosen.append(int(found.losses[begin : begin + count].argmin()))
-            rows.append([values[begin + label] for values in vars(found).values()])
-            begin += count
+        assert part.labels is not None
+        begins = np.cumsum([0, *counts[:-1]])
+        predicted = np.array([losses.argmin() for losses in np.split(found.losses, begins[1:])])
         progress(len(part))
-        return chosen, rows
+        return [predicted, *(values[begins + part.labels] for values in vars(found).values())]
 
-    answered = divided(range(0, len(data), size), scored)
-    predicted = [place for chosen, _ in answered for place in chosen]
-    parts = [row for _, rows in answered for row in rows]
-    chosen = _Scores(*(np.array(values) for values in zip(*parts, strict=True)))
-    right = 100.0 * float(np.mean(np.array(predicted) == data.labels))
-    scores, classes = chosen.evaluation(right, len(data), "likelihood"), () if data.choices else data.classes
-    by_sample = replace(scores.by_sample, predicted=np.array(predicted), labels=data.labels, classes=classes)
+    predicted, *parts = map(np.concatenate, zip(*divided(range(0, len(data), size), scored), strict=True))
+    right = 100.0 * float(np.mean(predicted == data.labels))
+    scores, classes = _Scores(*parts).evaluation(right, len(data), "likelihood"), () if data.choices else data.classes
+    by_sample = replace(scores.by_sample, predicted=predicted, labels=data.labels, classes=classes)
     return replace(scores, by_sample=by_sample)
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from ..data.answers import each_answer, last_answer
 from ..data.dataset import UNLABELLED, Dataset
-from ..errors import DataError, TuneportError, brief, reraised, shortened, unknown_name
+from ..errors import DataError, TuneportError, brief, reraised, unknown_name
 from ..models.base import Model, widened
 from ..models.heads import Head
 from ..models.tokenizer import Encoded
@@ -119,11 +119,7 @@ def load_loss(name: str) -> Loss:
 
     def loss(part: nn.Module, batch: Any) -> Tensor:
         with reraised(f"the loss {name} failed", TuneportError):
-            value: object = given(part, batch)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            what = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise TuneportError(f"the loss {name} gives {shortened(what)}; expected a tensor with one number.")
-        return value
+            return given(part, batch)
 
     return loss
 

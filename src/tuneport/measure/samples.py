@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from ..pairing import Plan
 from ..types import Loss, Sides, Signal
 from .capture import PairedBatch, count_samples
 from .objectives import Objective, batch_for
-from .tokens import Coverage, Match, coverage, match_spans, match_tokens
+from .tokens import Match, coverage, match_spans, match_tokens
 
 FEWEST = 4  # samples that can be divided into halves
 LOOKED_AT = 8  # samples whose tokens are counted
@@ -118,14 +119,14 @@ class DatasetSamples:
         if one_token:
             yield "there is one token to measure: each map has one measured direction, and the rest is a guess"
 
-    def coverage(self) -> Coverage | None:
-        """The coverage over all samples; None if a model reads no text."""
+    def coverage(self) -> Counter[str] | None:
+        """The coverage over all samples, and how many were cut; None if a model reads no text."""
         if any(model.inputs.reader is None for model in self.models):
             return None
-        total = Coverage()
+        total = Counter[str]()
         for source, target in self.encoded():
-            cut = Coverage(source_cut=sum(source.cut), target_cut=sum(target.cut))
-            total += coverage(source.spans, target.spans) + cut
+            total.update(coverage(source.spans, target.spans))
+            total.update(source_cut=sum(source.cut), target_cut=sum(target.cut))
         return total
 
     def encoded(self) -> Iterator[Sides[Encoded]]:
@@ -242,10 +243,6 @@ class Measurement:
     limits: Limits = field(default_factory=Limits)
 
     @property
-    def source(self) -> Model:
-        return self.models.source
-
-    @property
     def target(self) -> Model:
         return self.models.target
 
@@ -275,11 +272,6 @@ class Measurement:
         """True if a model is not on the device that it will run on."""
         kind = None if self.limits.device is None else self.limits.device.type
         return any(model.weights.offloaded or kind not in (None, model.device.type) for model in self.models)
-
-    @property
-    def samples_at_once(self) -> int | None:
-        """The number of samples in one pass through models in memory; None for all of a batch."""
-        return samples_at_once(self.models)
 
     @property
     def runs_on(self) -> torch.device:

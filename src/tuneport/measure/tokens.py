@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -130,35 +131,16 @@ def scores_on(scores: NDArray[Any], spans: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """Tokens of both tokenisations, those of them with a partner, without padding, and samples that were cut."""
-
-    source_tokens: int = 0
-    target_tokens: int = 0
-    source_matched: int = 0
-    target_matched: int = 0
-    source_cut: int = 0
-    target_cut: int = 0
-
-    def __add__(self, other: Coverage) -> Coverage:
-        return Coverage(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
-
-    @property
-    def share(self) -> float:
-        """The share of the target's tokens that have a partner."""
-        return self.target_matched / self.target_tokens if self.target_tokens else 0.0
-
-
-def coverage(source: Spans, target: Spans) -> Coverage:
-    """The coverage of one batch."""
-    total = Coverage()
+def coverage(source: Spans, target: Spans) -> Counter[str]:
+    """The tokens of a batch in both tokenisations, and those of them with a partner, without padding."""
+    total = Counter[str]()
     for spans in zip(source, target, strict=True):
         tokens = [int((side[..., 0] >= 0).sum()) for side in spans]
         matched = tokens
         if not torch.equal(*spans):  # equal tokens match, also empty ones
             matched = [int((overlap(*spans).sum(axis) > 0).sum()) for axis in (-2, -1)]
-        total += Coverage(*tokens, *matched)
+        total.update(source_tokens=tokens[0], target_tokens=tokens[1])
+        total.update(source_matched=matched[0], target_matched=matched[1])
     return total
 
 

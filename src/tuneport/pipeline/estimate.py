@@ -210,7 +210,7 @@ def estimate_shapes(source: str | Path, target: str | Path, config: PlanConfig) 
         JSON values: for each number of devices, runs over the data, and bytes on one device and off it.
     """
     measurement = measurement_of_shapes(source, target, config)
-    vector, method = every_layer(measurement.source), get_method(config.method)
+    vector, method = every_layer(measurement.models.source), get_method(config.method)
     forecast = Forecast.of(measurement)
     lines: list[dict[str, Any]] = []
     for count in DEVICES:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -295,8 +295,8 @@ def describe_inputs(
         notes.append(base_note(change.parts[0], models.source))
     if isinstance(samples, DatasetSamples):
         if (found := samples.coverage()) is not None:
-            record["tokens"] = {**asdict(found), "share": round(found.share, 4)}
-            notes += _text_notes(models, samples, Sides(found.source_cut, found.target_cut))
+            record["tokens"] = {**found, "share": round(found["target_matched"] / max(found["target_tokens"], 1), 4)}
+            notes += _text_notes(models, samples, Sides(found["source_cut"], found["target_cut"]))
         if config.samples is None and config.shots is None and (count := len(samples)) < DEFAULT_SAMPLES:
             notes.append(f"the data have {count} samples, fewer than the usual {DEFAULT_SAMPLES}: all are used")
         notes += samples.warnings(1 in (config.max_tokens, record.get("tokens", {}).get("target_matched")))

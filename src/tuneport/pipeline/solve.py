@@ -21,7 +21,7 @@ from ..io.state import StateFile
 from ..maps.statistics import Statistics
 from ..measure.capture import Request, measure_pairs, move_batch
 from ..measure.fitted_heads import measuring
-from ..measure.samples import Measurement, Samples
+from ..measure.samples import Measurement, Samples, samples_at_once
 from ..measure.signals import INPUT, WEIGHT_GRADIENT
 from ..measure.tokens import TokenLimit
 from ..methods import Method, Problem, Transfer
@@ -83,7 +83,7 @@ def solve(
     cost = solver.costs.answer.target
     choose = rule and partial(choose_on_halves, judge, sides, rule=rule, events=solver.events, cost=cost)
     source, target = placements or (None, None)
-    with pinned(measurement.source.module, source), pinned(measurement.target.module, target):
+    with pinned(measurement.models.source.module, source), pinned(measurement.target.module, target):
         for index, group in enumerate(groups):
             stages = (_stage(name, index, [each[0] for each in groups]) for name in names)
             parts = list(map(solver.measure, group, stages))
@@ -153,7 +153,7 @@ def problem_of(measurement: Measurement, vector: TaskVector, statistics: Statist
         measurement.plan,
         vector,
         statistics,
-        source_weights=measurement.source.parameters(),
+        source_weights=measurement.models.source.parameters(),
         target_weights=measurement.target.parameters(),
         memory_budget=measurement.limits.memory_budget,
     )
@@ -224,7 +224,7 @@ def _measured(
         measurement.calibration.match,
         limit,
         # each part of a batch would fetch the weights again
-        most_samples=measurement.samples_at_once if target is None else None,
+        most_samples=samples_at_once(measurement.models) if target is None else None,
         # the gradient of a weight that is fetched when it is used is not known
         loose=[pair.target.name for pair in plan.loose] if WEIGHT_GRADIENT in signals and target is None else (),
     )

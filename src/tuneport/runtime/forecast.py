@@ -26,7 +26,7 @@ from ..maps.polar import together_bytes
 from ..maps.procrustes import held_bytes
 from ..maps.statistics import CrossCovariance, Key, work_bytes
 from ..measure.capture import PairedBatch, Request, measure_pairs, move_batch, split_batch, tensors_in
-from ..measure.samples import Measurement
+from ..measure.samples import Measurement, samples_at_once
 from ..measure.tokens import Match, TokenLimit, match_tokens
 from ..models.offload import Placement, placed
 from ..pairing import LayerPair
@@ -140,7 +140,8 @@ class Forecast:
             return cls(measurement, None, 1, 1, 1)
         batch = measurement.samples.largest_batch()
         # a part of a batch would fetch offloaded blocks again, so offloaded models run whole batches
-        batch, at_once = next(split_batch(batch, None if measurement.needs_placement else measurement.samples_at_once))
+        most = None if measurement.needs_placement else samples_at_once(measurement.models)
+        batch, at_once = next(split_batch(batch, most))
         batch, size = (batch, at_once) if on_meta else next(split_batch(batch, 1))
         samples = len(measurement.samples) or size
         match = batch.match or measurement.calibration.match or match_tokens(None, None)
