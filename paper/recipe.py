@@ -21,7 +21,7 @@ from tuneport.errors import DataError, TuneportError, first_of, shortened, unkno
 from tuneport.io.places import looks_like_hub_id
 from tuneport.models.open import path_of
 
-from .samplers import CENTROID
+from .samplers import CENTROID, FEW_CLASSES
 from .schema import KINDS, PATTERN, Comparison, Keys, PaperRows, validated
 
 FIGURES = ("similarity", "output-similarity", "drift", "cost")
@@ -199,6 +199,8 @@ def _conflicts(comparison: Comparison, kind: str, wrong: set[str]) -> Iterator[s
     yield from (f"'{key}' is missing" for key in KINDS[kind] if key not in wrong and not getattr(comparison, key))
     if kind != "drift" and not wrong & {"samples", "shots"} and bool(comparison.samples) == bool(comparison.shots):
         yield "give budgets as samples or as shots, one of the two"
+    if comparison.shots and (found := FEW_CLASSES.keys() & {*comparison.samplers}):
+        yield f"shots are of every class, and {first_of(sorted(found))} takes samples of some"
     if wrong & {"tasks", "data", "finetuned"}:
         return
     if not comparison.data:

@@ -66,7 +66,8 @@ def _single_class(labels: Tensor, count: int, generator: Generator) -> Tensor:
     return torch.cat([samples[labels[samples] == label] for label in order])[:count]
 
 
-SAMPLERS.update(
-    half_class=Sampler(_half_class),  # at random from a random half of the classes
-    single_class=Sampler(_single_class),  # from one random class; if none is large enough, then from the next
-)
+FEW_CLASSES: dict[str, Sampler] = {
+    "half_class": _half_class,  # at random from a random half of the classes
+    "single_class": _single_class,  # from one random class; if none is large enough, then from the next
+}
+SAMPLERS.update(FEW_CLASSES)

@@ -232,6 +232,11 @@ class TestReading:
             assert words in text
         assert "\n" not in text
 
+    def test_shots_need_samplers_of_every_class(self, root: Path) -> None:
+        content = self.content(samples=[], shots=[1], samplers=["random", "half_class"])
+        with pytest.raises(DataError, match="shots are of every class, and half_class takes samples of some"):
+            make_recipe(content, "here", root=root)
+
     def test_missing_small_variant(self, root: Path) -> None:
         with pytest.raises(DataError, match=r"there is no \[small\] variant"):
             make_recipe(self.content(), root=root, small=True)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from builders.folders import Zoo
 from builders.runs import prepare
 from builders.samples import labelled, raises
-from paper.samplers import CENTROID, select_by_features
-from tuneport.data.dataset import Dataset, Origin
+from paper.samplers import CENTROID, FEW_CLASSES, select_by_features
+from tuneport.data.dataset import Dataset
 from tuneport.data.samplers import select
 
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=40)
@@ -35,7 +35,7 @@ def class_counts(data: Dataset, indices: list[int]) -> list[int]:
     return [int((data.labels[indices] == label).sum()) for label in present]
 
 
-@pytest.mark.parametrize("sampler", [*CENTROID, "half_class", "single_class"])
+@pytest.mark.parametrize("sampler", [*CENTROID, *FEW_CLASSES])
 def test_sampler_contract(sampler: str) -> None:
     data = labelled(np.arange(200) % 4)
     state = torch.get_rng_state()
@@ -135,12 +135,6 @@ def test_shots_are_equal_and_nested(sampler: str, labels: list[int], seed: int) 
         assert set(class_counts(data, chosen)) == {shots}
         assert chosen[: len(previous)] == previous
         previous = chosen
-
-
-def test_select_errors() -> None:
-    data = labelled([0, 0, 0, 1, 1, 2], name="pets", origin=Origin("train"))
-    with raises("`shots` takes", "'half_class' does not. Use random, class_balanced"):
-        select(data, shots=1, sampler="half_class")
 
 
 def test_prepare_draws_with_them(zoo: Zoo) -> None:

@@ -7,15 +7,16 @@ the file stores them, and are decoded one cell at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, reraised
+from ..errors import DataError
 from ..io.untrusted import parse_json, read_apart
 from ..types import Split
-from .dataset import Table, check_count
+from .dataset import LazySequence, Table, check_count
 from .rows import MOST_COLUMNS, check_table_size
 
 _THRIFT = {"thrift_string_size_limit": 10**8, "thrift_container_size_limit": 10**6}
@@ -41,44 +42,34 @@ print(json.dumps(found))
 """
 
 
-class _Column(Sequence[Any]):
-    """A column of Arrow whose cells become objects of Python on access."""
-
-    def __init__(self, column: Any) -> None:
-        self._column = column
-
-    def __len__(self) -> int:
-        return len(self._column)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._column[int(index)].as_py()
-
-
 def read_parquet(path: Path, _split: Split) -> Table:
     """Read a Parquet file."""
-    with reraised(f"cannot read {path}", DataError):
-        return _as_table(_parquet(path), (path,))
+    return _as_table(_parquet(path), (path,))
 
 
 def read_saved(path: Path, _split: Split) -> Table:
     """Read the folder of a saved HF dataset, whose files stay mapped, with its splits concatenated."""
-    with reraised(f"cannot read {path}", DataError):
-        import datasets
+    import datasets
 
-        loaded = datasets.load_from_disk(str(path))
-        parts = dict(loaded) if isinstance(loaded, Mapping) else {}
-        whole = datasets.concatenate_datasets(list(parts.values())) if parts else loaded
-        check_count(len(whole), path)
-        stored = whole.with_format("arrow")[:]
-        check_table_size(sum(map(_decoded, (chunk for column in stored.columns for chunk in column.chunks))), path)
-        table = _as_table(stored, tuple(sorted(filter(Path.is_file, path.rglob("*")))))
+    loaded = datasets.load_from_disk(str(path))
+    parts = dict(loaded) if isinstance(loaded, Mapping) else {}
+    whole = datasets.concatenate_datasets(list(parts.values())) if parts else loaded
+    check_count(len(whole), path)
+    stored = whole.with_format("arrow")[:]
+    check_table_size(sum(map(_decoded, (chunk for column in stored.columns for chunk in column.chunks))), path)
+    table = _as_table(stored, tuple(sorted(filter(Path.is_file, path.rglob("*")))))
     splits = [name for name, part in parts.items() for _ in range(len(part))]
     return replace(table, columns={**table.columns, "split": splits}) if splits else table
 
 
 def _as_table(stored: Any, files: tuple[Path, ...]) -> Table:
     classes = _class_names((stored.schema.metadata or {}).get(b"huggingface"))
-    return Table({name: _Column(stored[name]) for name in stored.column_names}, classes, files=files)
+    columns = {name: LazySequence(range(len(stored)), partial(_cell, stored[name])) for name in stored.column_names}
+    return Table(columns, classes, files=files)
+
+
+def _cell(column: Any, row: int) -> Any:
+    return column[row].as_py()
 
 
 def _parquet(path: Path) -> Any:

@@ -5,9 +5,7 @@ A dataset copies no sample and opens no file: its inputs are loaded on each acce
 
 from __future__ import annotations
 
-import csv
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import DataError, brief, first_of
+from ..errors import DataError, first_of, reraised
 from ..io.untrusted import check_regular
 from ..types import Split
 
@@ -39,7 +37,7 @@ SPLIT_NAMES: dict[Split, tuple[str, ...]] = {
 class LazySequence(Sequence[Any]):
     """A sequence whose items `load(index)` returns on each access; slices stay lazy."""
 
-    indices: NDArray[np.int64]
+    indices: NDArray[np.int64] | range
     load: Callable[[int], Any]
 
     def __len__(self) -> int:
@@ -134,7 +132,7 @@ class Dataset:
 
 def _pick(items: Sequence[Any], indices: NDArray[np.int64]) -> Sequence[Any]:
     if isinstance(items, LazySequence):  # views of views would grow with every subset
-        return LazySequence(items.indices[indices], items.load)
+        return LazySequence(np.asarray(items.indices)[indices], items.load)
     return LazySequence(indices, items.__getitem__)
 
 
@@ -252,12 +250,10 @@ def as_numbers(names: Sequence[str]) -> list[int]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn I/O and decoding errors into a DataError that names the file; a pipe, socket or device is one too."""
+    """Turn the errors of other libraries into a DataError that names the file; a pipe, socket or device is one too."""
     check_regular(path, DataError)
-    try:
+    with reraised(f"cannot read {path}", DataError):
         yield
-    except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
-        raise DataError(f"cannot read {path}: {brief(error)}.") from error
 
 
 def choose_split(found: Sequence[str], split: Split, path: Path, also: Sequence[str] = ()) -> str | None:

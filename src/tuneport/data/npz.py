@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from ..errors import DataError, first_of, is_text, reraised
+from ..errors import DataError, first_of, is_text
 from ..io.sizes import format_bytes
 from ..types import Split
 from .dataset import LazySequence, Table, check_count, choose_split
@@ -48,7 +48,7 @@ def read_npz(path: Path, split: Split) -> Table:
 
 def _unpack(path: Path, split: Split) -> tuple[str | None, NDArray[Any], dict[str, NDArray[Any]], NDArray[Any] | None]:
     """Of an archive: the split's name in it, its images, the labels of all splits by key, the class names."""
-    with reraised(f"cannot read {path}", DataError), zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(path) as archive:
         members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
         found = choose_split([key[2:] for key in members if key.startswith("x_")], split, path)
         x = "x" if found is None else f"x_{found}"

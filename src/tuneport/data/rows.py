@@ -11,37 +11,21 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, brief
 from ..io.sizes import format_bytes
 from ..types import Split
-from .dataset import Table, check_count
+from .dataset import LazySequence, Table, check_count
 
 LARGEST_TABLE = 4 * 2**30  # uncompressed bytes
 LARGEST_ROW = 8 * 2**20  # characters; parsed, they take at most about 256 MiB
 MOST_COLUMNS = 1000
 _CHUNK = 2**16  # characters of a JSON list that are read at once
 _encode = json.JSONEncoder(ensure_ascii=False).encode
-
-
-@dataclass(frozen=True, eq=False)
-class _Column(Sequence[Any]):
-    """One column of rows, which are JSON objects or lists; None where an object lacks it."""
-
-    rows: list[bytes]
-    name: str
-    place: int
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        row = json.loads(self.rows[index])
-        return row[self.place] if isinstance(row, list) else row.get(self.name)
 
 
 class _Text:
@@ -97,7 +81,14 @@ def read_rows(parse: Parser, path: Path, _split: Split) -> Table:
                 raise DataError(f"{path} is refused: it has more than {MOST_COLUMNS} columns.")
             rows.append(text.encode("utf-8", "surrogatepass"))
             check_count(len(rows), path)
-    return Table({name: _Column(rows, name, place) for place, name in enumerate(names)}, files=(path,))
+    cells = {name: partial(_cell, rows, name, place) for place, name in enumerate(names)}
+    return Table({name: LazySequence(range(len(rows)), cell) for name, cell in cells.items()}, files=(path,))
+
+
+def _cell(rows: list[bytes], name: str, place: int, index: int) -> Any:
+    """A cell of rows that are JSON objects or lists; None where an object lacks it."""
+    row = json.loads(rows[index])
+    return row[place] if isinstance(row, list) else row.get(name)
 
 
 def text_lines(file: _Text) -> Iterator[tuple[Iterable[str], str]]:

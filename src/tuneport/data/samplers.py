@@ -10,7 +10,6 @@ views of each sample, which depend only on the sample and a seed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,19 +24,6 @@ from .dataset import Dataset, LazySequence, count_drawn
 VIEWS = 4  # views of each sample
 DROPPED = 0.2  # share of the words of a text
 SHIFT = 8  # an image is shifted by at most 1/8 of its side
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """A sampling strategy.
-
-    `rule(labels, count, generator)` returns the indices of `count` distinct samples, in the order of the draw. A
-    `balanced` sampler takes equally many samples of every class, as far as a class has them.
-    """
-
-    rule: Callable[[Tensor, int, Generator], Tensor]
-    needs_labels: bool = True
-    balanced: bool = False
 
 
 def shuffled(size: int, generator: Generator) -> Tensor:
@@ -67,10 +53,9 @@ def round_robin(groups: list[Tensor]) -> Tensor:
     return torch.cat(groups)[torch.argsort(turn, stable=True)]
 
 
-SAMPLERS: dict[str, Sampler] = {
-    "random": Sampler(_random, needs_labels=False),
-    "class_balanced": Sampler(_class_balanced, balanced=True),
-}
+# Of labels and a count: the indices of as many distinct samples, in the order of the draw.
+Sampler = Callable[[Tensor, int, Generator], Tensor]
+SAMPLERS: dict[str, Sampler] = {"random": _random, "class_balanced": _class_balanced}
 
 
 def select(
@@ -92,18 +77,10 @@ def select(
     """
     if sampler not in SAMPLERS:
         raise DataError(unknown_name("sampler", sampler, SAMPLERS))
-    chosen = SAMPLERS[sampler]
-    if shots is not None:
-        fitting = [name for name, known in SAMPLERS.items() if known.balanced or name == "random"]
-        if sampler not in fitting:
-            raise DataError(
-                f"`shots` takes samples of every class, which sampler '{sampler}' does not. Use {', '.join(fitting)}."
-            )
-        chosen = chosen if chosen.balanced else SAMPLERS["class_balanced"]
-    need = f"sampler '{sampler}'" if chosen.needs_labels else None
-    count = count_drawn(dataset, samples, shots, labels_for=need)
+    count = count_drawn(dataset, samples, shots, labels_for=None if sampler == "random" else f"sampler '{sampler}'")
+    chosen = SAMPLERS["class_balanced" if sampler == "random" and shots is not None else sampler]
     labels = torch.zeros(len(dataset), dtype=torch.int64) if dataset.labels is None else torch.as_tensor(dataset.labels)
-    indices: NDArray[np.int64] = chosen.rule(labels, count, torch.Generator().manual_seed(seed)).numpy()
+    indices: NDArray[np.int64] = chosen(labels, count, torch.Generator().manual_seed(seed)).numpy()
     return indices
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data.answers import each_answer, last_answer
+from ..data.answers import candidates_of, each_answer, last_answer
 from ..data.dataset import UNLABELLED, Dataset
 from ..errors import DataError, TuneportError, brief, reraised, unknown_name
 from ..models.base import Model, widened
@@ -98,9 +98,7 @@ def read_answers(dataset: Dataset) -> Sequence[str] | None:
     """The text to write for each sample, from its target, its choices, or its label; a chat holds its answers."""
     if dataset.targets is not None or dataset.labels is None or dataset.has_chats:
         return dataset.targets
-    if dataset.choices is not None:
-        return [choices[label] for choices, label in zip(dataset.choices, dataset.labels, strict=True)]
-    return [dataset.words[label] for label in dataset.labels]
+    return [answers[label] for answers, label in zip(candidates_of(dataset), dataset.labels, strict=True)]
 
 
 def load_loss(name: str) -> Loss:
