@@ -28,7 +28,8 @@ def test_intervals_of_shares_are_those_of_newcombe(right: int, samples: int, end
 @pytest.mark.parametrize("worse", range(13))
 def test_a_direction_is_clear_where_both_tails_together_are_rare(better: int, worse: int) -> None:
     rare = 2 * _tail(better + worse, max(better, worse), 0.5) < 0.05
-    assert direction(better, worse) == (int(np.sign(better - worse)) if rare else 0)
+    before = np.repeat([False, True], [better, worse])
+    assert direction(before, ~before) == (int(np.sign(better - worse)) if rare else 0)
 
 
 def test_shifts() -> None:

@@ -51,10 +51,11 @@ def tail(count: int, least: int, share: float) -> float:
     return float(binom.sf(least - 1, count, share))
 
 
-def direction(better: int, worse: int) -> int:
-    """Return 1 if clearly more samples become better than worse, -1 if clearly fewer, else 0 (McNemar, exact)."""
+def direction(before: NDArray[np.bool_], after: NDArray[np.bool_]) -> int:
+    """Return 1 if clearly more samples become right than wrong, -1 if clearly fewer, else 0 (McNemar, exact)."""
     from scipy.stats import binomtest
 
+    better, worse = int((after & ~before).sum()), int((before & ~after).sum())
     if better == worse or binomtest(better, better + worse).pvalue >= LEVEL:
         return 0
     return 1 if better > worse else -1

@@ -199,8 +199,7 @@ class RouteJudge:
         if one is None or two is None:
             return 0
         if one.by_sample.predicted is not None and two.by_sample.predicted is not None and self.answers is not None:
-            same, now = one.by_sample.predicted == self.answers, two.by_sample.predicted == self.answers
-            found = direction(int(np.sum(now & ~same)), int(np.sum(same & ~now)))
+            found = direction(one.by_sample.predicted == self.answers, two.by_sample.predicted == self.answers)
             if found or not self.writes:
                 return found
         before, after = one.by_sample.spelled, two.by_sample.spelled

@@ -170,7 +170,7 @@ class Comparison:
         """1 if the second is clearly better than the first, -1 if it is clearly worse, else 0."""
         one, two = first.by_sample, second.by_sample
         if one.right is not None and two.right is not None:
-            return direction(int((two.right & ~one.right).sum()), int((one.right & ~two.right).sum()))
+            return direction(one.right, two.right)
         if one.spelled is not None and two.spelled is not None:
             return shift(one.spelled, two.spelled)
         return int(np.sign(second.value - first.value)) if abs(second.value - first.value) > SMALL else 0

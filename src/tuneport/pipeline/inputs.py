@@ -214,7 +214,7 @@ def check_right(source: Model, base: NDArray[np.bool_], tuned: NDArray[np.bool_]
     `base` and `tuned` say which samples each of the two has right, among so many classes.
     """
     count, right = len(tuned), int(tuned.sum())
-    better = direction(int((tuned & ~base).sum()), int((base & ~tuned).sum()))
+    better = direction(base, tuned)
     found = f"the fine-tuned source is right on {right} of {count} samples"
     skilled = [tail(count, int(each.sum()), 1 / classes) < LEVEL for each in (base, tuned)]
     if better < 0 and skilled[0]:
