@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -213,18 +214,14 @@ class RouteJudge:
         """The route that is nearest to the old model, if it is clearly better than the target as it is."""
         sound = [row for row in rows[2:] if row.found is not None and not row.note]
         tried = [row for row in sound if self.better(rows[1], row) > 0]
-        best: RouteScore | None = None
-        for row in tried:  # a later route is dearer, and is taken only for more
-            if best is None or self._nearer(row, best):
-                best = row
-        return None if best is None else best.name
+        return max(tried, key=self._nearness).name if tried else None  # of equals the first, which is cheapest
 
-    def _nearer(self, row: RouteScore, best: RouteScore) -> bool:
-        """Whether one route is nearer to the old model than another: by its answers, or by the bits of the old ones."""
-        if not self.writes and row.agreement is not None and best.agreement is not None:
-            return row.agreement > best.agreement
-        one, other = (None if each.found is None else each.found.bits_per_character for each in (row, best))
-        return one is not None and other is not None and one < other
+    def _nearness(self, row: RouteScore) -> float:
+        """How near a model is to the old one: by its answers, or by the bits of the old ones."""
+        if not self.writes and row.agreement is not None:
+            return row.agreement
+        bits = None if row.found is None else row.found.bits_per_character
+        return -math.inf if bits is None else -bits
 
 
 def _by_exact_texts(found: Evaluation) -> Evaluation:
