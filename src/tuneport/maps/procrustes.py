@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import MethodError, TuneportError
 from ..types import Completion
-from .certificate import Certificate, Factors, Polar
+from .certificate import Factors, Polar
 from .halley import largest_values
 from .polar import null_of, polar, polar_of_factors, polar_together, thin_factors, together_bytes
 from .statistics import CrossCovariance, Key, Statistics, rank_cut
@@ -35,10 +35,6 @@ class CoordinateMap(Factors):
             assert right is not None
             return right.shape[1], right.shape[0]
         return left.shape[0], left.shape[1] if right is None else right.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in (self.left, self.right) if part is not None)
 
     def dense(self) -> Tensor:
         R = super().dense()
@@ -172,7 +168,6 @@ class Alignment:
     rank: int
     residual: float | None
     route: str
-    certificate: Certificate
 
     def __repr__(self) -> str:
         residual = "" if self.residual is None else f", residual {self.residual:.3g}"
@@ -249,7 +244,7 @@ def _align(found: Polar, whole: float | None, completion: Completion) -> Alignme
     if whole is not None:
         cosine = min(found.total / whole, 1.0) if whole > 0 else 0.0
         residual = (1.0 - cosine**2) ** 0.5
-    return Alignment(mapping, found.rank, residual, found.route, found.certificate)
+    return Alignment(mapping, found.rank, residual, found.route)
 
 
 def solve_maps(
