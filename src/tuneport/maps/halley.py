@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .certificate import PROBES, ROUNDING, STATIONARITY, Certificate, Polar, gaussian
-from .symmetric import inverse, inverse_root, lower_product, symmetric_product
+from .symmetric import inverse, inverse_root, lower_product, orthonormal, symmetric_product
 
 QDWH, LIFT = "qdwh", "lift"  # routes: by inverse iteration, by a projector
 NULLS = 8  # inverse iteration finds fewer null directions than this
@@ -207,13 +207,14 @@ def _null_directions(X: Tensor, steps: Steps) -> tuple[Tensor, Tensor]:
     """Left null directions, zero-padded, and which failed; Rayleigh quotients are upper bounds: never too many."""
     shift = 1e4 / steps.lifted**2
     near = _resolvent(lower_product(X, X), shift)
-    found = _orthonormal(near @ _orthonormal(near @ gaussian(X.shape[-2], min(NULLS, X.shape[-2]), X.device)))
+    block = near @ gaussian(X.shape[-2], min(NULLS, X.shape[-2]), X.device)
+    found = orthonormal(near @ orthonormal(block, 2), 2)
     for _ in range(3):
         seen = X.mT @ found
         squares, turn = small_eigh(seen.mT @ seen)
         found, seen = found @ turn, seen @ turn
         residual = X @ seen - found * squares[:, None]
-        found = _orthonormal(found - shift * (near @ residual))
+        found = orthonormal(found - shift * (near @ residual), 2)
     seen = X.mT @ found
     squares, turn = small_eigh(seen.mT @ seen)
     found, limit = found @ turn, steps.lifted**2
@@ -293,14 +294,6 @@ def _fill(X: Tensor, null: Tensor) -> tuple[Tensor, Tensor]:
     F = torch.nn.functional.pad(symmetric_product(null, null), (0, columns - rows))
     F.baddbmm_(F @ X.mT, X, alpha=-1).add_(X)
     return _finish(F, _tail(_BLIND)), torch.zeros(len(X), dtype=torch.bool, device=X.device)
-
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    """Orthonormal columns of the same span, by two rounds of eigenvectors of their small Gram matrix."""
-    for _ in range(2):
-        squares, turn = small_eigh(columns.mT @ columns)
-        columns = columns @ (turn * squares.clamp_min(_TINY).rsqrt()[..., None, :])
-    return columns
 
 
 def small_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
