@@ -11,17 +11,24 @@ from torch import Tensor, nn
 from builders.runs import Case, measured, passes_for, planned, prepare, run
 from builders.toy import ToyViT, batches, finetuned, loss, plan
 from tuneport.errors import TuneportError
-from tuneport.measure.samples import Measurement, UserBatches
+from tuneport.measure.samples import UserBatches
 from tuneport.methods import METHODS
+from tuneport.pipeline import solve
 from tuneport.pipeline.solve import measure
-from tuneport.runtime import passes
+from tuneport.runtime import forecast, passes
 from tuneport.runtime.forecast import Forecast, LiveBytes
+
+
+def at_most(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run so many samples at once."""
+    for module in (forecast, solve):
+        monkeypatch.setattr(module, "samples_at_once", lambda _: samples)
 
 
 @pytest.fixture(autouse=True)
 def _in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches run in two parts, as with wide models."""
-    monkeypatch.setattr(Measurement, "samples_at_once", 8)
+    at_most(8, monkeypatch)
 
 
 def job(method: str = "bico", budget: int | None = None, **options) -> Case:
@@ -96,7 +103,7 @@ def test_a_limit_of_tokens_makes_sums_smaller() -> None:
 @pytest.mark.parametrize("method", ["bico", "theseus"])
 def test_the_peak_is_the_expected_one(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the bytes of tensors, counted while the job runs; small batches, so that solving needs most."""
-    monkeypatch.setattr(Measurement, "samples_at_once", 2)
+    at_most(2, monkeypatch)
     found = job(method)
     expected = planned(found, None, method=method)
     models = sum(4 * p.numel() for m in (found.source, found.target) for p in m.module.parameters())
