@@ -424,7 +424,7 @@ class TestJudges:
         class SeenError(Exception):
             """The maps are there: nothing after them is looked at."""
 
-        def chosen(_judge: Judge, _sides: object, moved: Iterable[Transfer], *_: object) -> None:
+        def chosen(_judge: Judge, _sides: object, moved: Iterable[Transfer], **_: object) -> None:
             seen.append([each.task_vector for each in moved])
             raise SeenError
 
