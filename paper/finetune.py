@@ -32,7 +32,7 @@ from tuneport.errors import TuneportError
 from tuneport.io.output import check_new, new_folder
 from tuneport.io.places import companion_bytes, copy_companions, looks_like_hub_id
 from tuneport.io.tensors import describe
-from tuneport.measure.accuracy import encode_batches, zero_shot
+from tuneport.measure.accuracy import encode_batch, zero_shot
 from tuneport.measure.objectives import batch_for, choose_objective
 from tuneport.models.base import Model, outside_of
 from tuneport.models.heads import Head, choose_head
@@ -265,29 +265,24 @@ def batch_reader(
     model: Model, data: Dataset, cache_bytes: int = CACHE_BYTES
 ) -> Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]:
     """A function from row numbers to a batch on the model's device; inputs of small datasets are encoded once."""
-    one, _ = next(encode_batches(model, data.subset([0]), 1))
+    one, labels = encode_batch(model, data.subset([0])), torch.as_tensor(data.labels).to(model.device)
     if len(data) * sum(value.nbytes for value in one.values()) <= cache_bytes:
-        inputs, labels = prepared(model, data)
+        inputs = prepared(model, data)
         return lambda rows: (rows_of(inputs, rows), labels[rows])
-
-    def read(rows: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        batch, found = next(encode_batches(model, data.subset(rows.numpy()), len(rows)))
-        return batch, found.to(model.device)
-
-    return read
+    return lambda rows: (encode_batch(model, data.subset(rows.numpy())), labels[rows])
 
 
-def prepared(model: Model, data: Dataset) -> tuple[dict[str, Tensor], Tensor]:
-    """All samples encoded, on the model's device, and their labels."""
-    parts = list(encode_batches(model, data, 256))
+def prepared(model: Model, data: Dataset) -> dict[str, Tensor]:
+    """All samples encoded, on the model's device."""
+    parts = [encode_batch(model, data.subset(range(len(data))[at : at + 256])) for at in range(0, len(data), 256)]
     inputs = {}
-    for key, first in parts[0][0].items():
-        values = [batch[key] for batch, _ in parts]
+    for key, first in parts[0].items():
+        values = [batch[key] for batch in parts]
         if first.ndim == 2:  # shorter texts are padded with zeros, which their attention mask hides
             longest = max(value.shape[1] for value in values)
             values = [F.pad(value, (0, longest - value.shape[1])) for value in values]
         inputs[key] = torch.cat(values)
-    return inputs, torch.cat([labels for _, labels in parts]).to(model.device)
+    return inputs
 
 
 def rows_of(inputs: Mapping[str, Tensor], rows: Tensor | slice) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from tuneport.data.dataset import Dataset
 from tuneport.errors import TuneportError, first_of
 from tuneport.maps.procrustes import solve_maps
 from tuneport.maps.statistics import Key, Statistics
-from tuneport.measure.accuracy import encode_batches
+from tuneport.measure.accuracy import encode_batch
 from tuneport.measure.capture import MakeSum, PairedBatch, Request, measure_pairs
 from tuneport.measure.objectives import forward_only
 from tuneport.measure.signals import INPUT, OUTPUT, OUTPUT_GRADIENT, SIGNALS
@@ -192,6 +192,8 @@ def _pair_equal_layers(model: Model, reference: Model) -> list[LayerPair]:
 
 def _batches(model: Model, data: Dataset, size: int) -> Iterator[PairedBatch]:
     """Batches for two models of one architecture, encoded by one of them."""
-    for batch, labels in encode_batches(model, data, size):
+    for start in range(0, len(data), size):
+        part = data.subset(range(len(data))[start : start + size])
+        batch = encode_batch(model, part)
         layout = model.inputs.layout(batch) if model.inputs.layout is not None else None
-        yield PairedBatch((batch, labels), (batch, labels), len(labels), match_tokens(layout, layout))
+        yield PairedBatch((batch,), (batch,), len(part), match_tokens(layout, layout))

@@ -34,7 +34,7 @@ from tuneport.config import TransferConfig
 from tuneport.data.dataset import align_labels
 from tuneport.data.tasks import read_data
 from tuneport.maps.statistics import CrossCovariance, Statistics
-from tuneport.measure.accuracy import encode_batches
+from tuneport.measure.accuracy import encode_batch
 from tuneport.measure.samples import Measurement
 from tuneport.methods import METHODS, Transfer
 from tuneport.models.open import open_model
@@ -145,7 +145,8 @@ def run_cell(root: Path, cell: str, options: Any, seed: int) -> list[Row]:
     assert judge.calibration.heads is not None
     drawn = align_labels(read_data(data, "test"), judge.calibration.heads.target.classes)
     some = np.sort(np.random.default_rng(0).permutation(len(drawn))[: options.test])
-    test = list(encode_batches(judge.models.target, drawn.subset(some), 100))
+    parts = [drawn.subset(some[at : at + 100]) for at in range(0, len(some), 100)]
+    test = [(encode_batch(judge.models.target, part), torch.as_tensor(part.labels)) for part in parts]
     about = {"cell": cell, "samples": options.samples, "seed": seed, "test": len(some)}
     rows.append({**about, "dtype": "own", "accuracy": accuracy(judge, TaskVector({}), test)})
     for dtype, setup in setups.items():

@@ -83,7 +83,7 @@ def test_one_step_equals_adamw(setting: tuple[Model, Head, Dataset]) -> None:
     model, head, data = setting
     found = state(last(model, head, data, Schedule(steps=1, learning_rate=1e-3)))
     other = open_model(str(model.weights.folder), device=CPU)
-    inputs, labels = prepared(other, align_labels(data, head.classes))
+    inputs, labels = prepared(other, data), torch.as_tensor(align_labels(data, head.classes).labels)
     module = other.module.train()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1)
     F.cross_entropy(head.scores(other, module, inputs), labels).backward()
@@ -151,7 +151,7 @@ def test_text_towers_stay_frozen(zoo: Zoo) -> None:
 
 def test_the_loss_falls(setting: tuple[Model, Head, Dataset]) -> None:
     model, head, data = setting
-    inputs, labels = prepared(model, align_labels(data, head.classes))
+    inputs, labels = prepared(model, data), torch.as_tensor(align_labels(data, head.classes).labels)
 
     def loss(module: nn.Module) -> float:
         with torch.inference_mode():

@@ -18,7 +18,7 @@ from tuneport import transfer
 from tuneport.data.dataset import Dataset, align_labels
 from tuneport.data.tasks import read_data
 from tuneport.errors import DataError, TuneportError
-from tuneport.measure.accuracy import encode_batches
+from tuneport.measure.accuracy import encode_batch
 from tuneport.measure.fitted_heads import agreement, scores_by
 from tuneport.measure.samples import DatasetSamples
 from tuneport.models.base import Model
@@ -33,8 +33,8 @@ def answers(given: Path | Model, data: Dataset, base: Path | None = None) -> lis
     model = given if isinstance(given, Model) else open_model(given)
     head = choose_head(model if base is None else open_model(base), None, data)
     with torch.no_grad():
-        scores = [head.scores(model, model.module, batch) for batch, _ in encode_batches(model, data, 8)]
-    return [int(label) for label in torch.cat(scores).argmax(-1)]
+        scores = head.scores(model, model.module, encode_batch(model, data))
+    return [int(label) for label in scores.argmax(-1)]
 
 
 def without_labels(zoo: Zoo, tmp_path: Path) -> Path:

@@ -26,7 +26,7 @@ from ..data.formats import read_plain
 from ..io.checkpoint import write_checkpoint
 from ..io.output import check_new, new_folder
 from ..io.places import copy_companions
-from ..measure.accuracy import encode_batches, zero_shot
+from ..measure.accuracy import encode_batch, zero_shot
 from ..measure.unseen import unseen
 from ..models.base import Model, outside_of
 from ..models.heads import choose_head
@@ -117,9 +117,7 @@ def finetune(model: Model, data: Dataset, schedule: Schedule, progress: Progress
     outside = outside_of(module, model.architecture.layers, model.architecture.loose, "")
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name not in outside)
-    parts = list(encode_batches(model, align_labels(data, head.classes), 256))
-    inputs = {key: torch.cat([batch[key] for batch, _ in parts]) for key in parts[0][0]}
-    labels = torch.cat([found for _, found in parts])
+    inputs, labels = encode_batch(model, data), torch.as_tensor(align_labels(data, head.classes).labels)
 
     def loss(_step: int, rows: Tensor) -> Tensor:
         batch = {key: values[rows] for key, values in inputs.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -220,25 +220,20 @@ def each_batch(
 
     def one(start: int) -> T:
         part = data.subset(np.arange(start, min(start + batch_size, len(data))))
-        found = work(next(encode_batches(model, part, batch_size))[0])
+        found = work(encode_batch(model, part))
         progress(len(part))
         return found
 
     return divided(range(0, len(data), batch_size), one)
 
 
-def encode_batches(model: Model, data: Dataset, batch_size: int) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """Yield batches of encoded samples on the model's device, with their labels: all -100 where there are none."""
-    check_samples(data)
+def encode_batch(model: Model, data: Dataset) -> dict[str, Tensor]:
+    """The samples as one batch, on the model's device."""
     if model.inputs.encode is None:
         raise TuneportError(model.unreadable)
     model.check_kind(data)
-    if model.inputs.prompted:
-        data = with_prompts(data)
-    labels = np.full(len(data), UNLABELLED, dtype=np.int64) if data.labels is None else data.labels
-    for start in range(0, len(data), batch_size):
-        part = slice(start, start + batch_size)
-        yield model.place(model.inputs.encode(list(data.inputs[part]))), torch.as_tensor(labels[part])
+    inputs = (with_prompts(data) if model.inputs.prompted else data).inputs
+    return model.place(model.inputs.encode(list(inputs)))
 
 
 def check_samples(data: Dataset) -> None:
