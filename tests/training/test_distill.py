@@ -343,6 +343,19 @@ class TestEverySampleCounts:
         with pytest.raises(DataError, match="can be compared on 0 of 9 samples"):
             alone.distill(teacher, student, Dataset(list("abcd") * 10, None, ()), steps=3, samples=9)
 
+    @pytest.mark.usefixtures("long_exams")
+    def test_texts_without_a_token_to_classify_are_left_out(self, tmp_path: Path) -> None:
+        """Words of letters that BERT does not read: all of a text, or all that some of its views keep."""
+        kind, none = "BertForTokenClassification", "\u200b"
+        folders = [
+            write(tmp_path / name, bert(kind, size, num_labels=3), bert_tokenizer())
+            for name, size in (("teacher", SMALL), ("student", WIDER))
+        ]
+        texts = [*SENTENCES[:4], *[f"{none} {word}" for word in SENTENCES[4].split()[:8]], none, f"{none} {none}"]
+        found = alone.distill(*folders, Dataset(texts, None, ()), steps=2, samples=len(texts)).record["distilled"]
+        assert (found["matching"], found["samples"], found["held_out"], found["left_out"]) == ("classes", 12, 12, 2)
+        assert all(np.isfinite(mark["held_out_loss"]) and np.isfinite(mark["agreement"]) for mark in found["curve"])
+
     def test_every_held_out_sample_has_the_same_weight(self, ported: Result, monkeypatch: pytest.MonkeyPatch) -> None:
         """Ten held-out images are one pass, or one of four images and two of three."""
 

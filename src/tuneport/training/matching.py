@@ -151,8 +151,11 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
     if models.source.multi_label:  # each class is a question of its own
         return Matching("classes", asked, _score_error, _same_answers, BATCH, size, "augmented")
     compared: list[Compare] = [_soft_loss, _same_class, _divergence]
-    loss, agreement, exam = map(_of_text, compared) if models.source.task == "token" else compared
-    return Matching("classes", asked, loss, agreement, BATCH, size, "augmented", exam, apart=True)
+    if models.source.task != "token":
+        loss, agreement, exam = compared
+        return Matching("classes", asked, loss, agreement, BATCH, size, "augmented", exam, apart=True)
+    loss, agreement, exam = map(_of_text, compared)
+    return Matching("classes", asked, loss, agreement, BATCH, size, "augmented", exam, _has_tokens, apart=True)
 
 
 def _soft_loss(teacher: Tensor, student: Tensor) -> Tensor:
@@ -176,13 +179,25 @@ def _same_class(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def _of_text(compare: Compare) -> Compare:
-    """Compare the class scores of the tokens of texts, which each side gives with their spans."""
+    """Compare the class scores of the tokens of texts, which each side gives with their spans.
+
+    A view that has lost all words with a token says nothing.
+    """
 
     def compared(teacher: tuple[Tensor, Tensor], student: tuple[Tensor, Tensor]) -> Tensor:
         (scores, spans), (others, places) = teacher, student
-        return compare(*match_spans([spans], [places])(scores, others))
+        wanted, found = match_spans([spans], [places])(scores, others)
+        return compare(wanted, found) if len(wanted) else others.sum() * 0.0
 
     return compared
+
+
+def _has_tokens(sides: Sides[Encoded]) -> Tensor:
+    """Which texts (N,) have a token of their own for both models: some letters have none."""
+    one, other = (side.inside for side in sides)
+    assert one is not None
+    assert other is not None
+    return one.any(1) & other.any(1)
 
 
 def _explained(teacher: Tensor, student: Tensor) -> Tensor:
