@@ -46,7 +46,7 @@ from tuneport.training.exam import Mark
 from tuneport.training.loop import Pace, Schedule, run_steps
 from tuneport.training.matching import Matching, matching_of
 from tuneport.training.student import student_of
-from tuneport.types import Sides
+from tuneport.types import Events, Sides
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +99,8 @@ def test_the_student_comes_nearer_to_its_teacher(ported: Result, monkeypatch: py
     found = ported.distill(12, events=Listener(progress=steps.append, mark=seen.append))
     entry = found.record["distilled"]
     assert (entry["matching"], entry["samples"], entry["held_out"], entry["folds"]) == ("classes", 30, 30, 2)
-    assert sum(steps) == 2 * 12 + entry["again"]
     assert entry["again"] == entry["best"] > 0
+    assert len([step for step in steps if step == 1]) == 2 * 12 + entry["again"]
     assert [mark.step for mark in seen] == 2 * [mark["step"] for mark in entry["curve"]]
     best = next(mark for mark in entry["curve"] if mark["step"] == entry["best"])
     losses = np.array(judged[0].groups)  # of each mark, those of 30 images
@@ -159,6 +159,31 @@ def test_a_worse_teacher_does_not_spoil_a_language_model(tmp_path: Path) -> None
     words = "none of 4 steps lowered the loss on held-out samples without forgetting neutral text: it is the start"
     assert words in distilled_words(found | {"best": 0})
     assert "held-out samples: it is the start" in distilled_words(found | {"best": 0, "neutral": None})
+
+
+@pytest.mark.parametrize(
+    ("few", "better", "students"), [(division.FEW, True, 3), (division.FEW, False, 3), (0, True, 1)]
+)
+def test_as_many_steps_are_told_as_were_planned(
+    ported: Result, monkeypatch: pytest.MonkeyPatch, few: int, better: bool, students: int
+) -> None:
+    """Also if the last student takes fewer, or none."""
+    monkeypatch.setattr(division, "FEW", few)
+    monkeypatch.setattr(exam, "last_is_best", lambda curve, *_: len(curve) == 1 or (better and len(curve) < 4))
+    planned: list[float] = []
+    told: list[int] = []
+
+    class Steps(Events):
+        def plan(self, total: float) -> None:
+            planned.append(total)
+
+        def advance(self, count: int) -> None:
+            told.append(count)
+
+    entry = ported.distill(4, events=Steps()).record["distilled"]
+    assert 0 < entry["best"] < 4 if better else entry["best"] == 0
+    assert planned == [students * 4]
+    assert sum(told) == students * 4
 
 
 @pytest.mark.parametrize(("few", "most"), [(division.FEW, 2), (0, 1)])
@@ -418,7 +443,7 @@ class TestResume:
         found = ported.distill(8, lora=lora, events=events, saved=self.conditions(tmp_path))
         students, part = divmod(after, 8)
         assert done[: students + 1] == [8] * students + [part] or done[:2] == [8, 0], "what was saved is not done again"
-        assert sum(done) == 2 * 8 + found.record["distilled"]["again"]
+        assert sum(done) == 3 * 8, "as planned, whatever is not taken"
         assert same(found, wanted)
         assert curve(found) == curve(wanted)
 
@@ -430,7 +455,7 @@ class TestResume:
 
         def kill(count: int) -> None:
             nonlocal steps
-            steps += count
+            steps += count == 1  # others are not taken
             if steps > 17:
                 raise KeyboardInterrupt
 
@@ -439,7 +464,8 @@ class TestResume:
         done: list[int] = []
         events = Listener(progress=done.append)
         found = ported.distill(8, lora=lora, events=events, saved=self.conditions(tmp_path))
-        assert done == [8, 8, 1] + [1] * (found.record["distilled"]["again"] - 1)
+        again = found.record["distilled"]["again"]
+        assert done == [8, 8, 8 - again, 1] + [1] * (again - 1)
         assert same(found, wanted)
         assert curve(found) == curve(wanted)
 

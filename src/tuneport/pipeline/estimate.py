@@ -26,7 +26,7 @@ from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes, passes_of, plan_passes
 from ..task_vectors.vector import account
 from ..training.division import FEW as FEW_TAUGHT
-from ..training.division import schedule_of
+from ..training.division import FEW_STUDENTS, schedule_of
 from ..training.matching import BATCH, TEXT_BATCH
 from ..types import ScaleRule, Sides
 from .comparison import USUAL, usual_test
@@ -87,7 +87,7 @@ def planned_routes(setup: Setup, own: int) -> dict[str, dict[str, Any]]:
     usual = TEXT_BATCH if writes else BATCH
     viewed = taught * max(2 * views_each(taught), 1) if writes else taught  # prompts are repeated as often as viewed
     schedules = [schedule_of(DistillConfig(), target, usual, number) for number in (viewed, taught + written)]
-    folded: dict[str, Any] = {"students": 3} if taught < FEW_TAUGHT else {}  # one for each half, and one for all
+    folded: dict[str, Any] = {"students": FEW_STUDENTS} if taught < FEW_TAUGHT else {}
     found: dict[str, dict[str, Any]] = {
         "copy": {"samples": 0},
         "port": {"samples": min(taught, PORTED)},

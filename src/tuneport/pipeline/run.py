@@ -22,6 +22,7 @@ from ..outputs import Output, Update, output_of
 from ..processes import by_first, ranks
 from ..runtime.passes import Costs, Passes, passes_of
 from ..runtime.resume import Work, fingerprint
+from ..training.division import FEW, FEW_STUDENTS
 from ..types import FORMATS, Events, ScaleRule
 from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, summarize, usual_test
 from .evaluate import open_written, with_protocol
@@ -188,7 +189,8 @@ def _units(
         judge, halves = Judge(setup.models.target, setup.calibration, output_of(config)), measurement.halves()
         whole += costs.answer.target * judge.passes * judge.usually * count
         whole += (1 if halves[0] is halves[1] else 2) * costs.solve(pairs)
-    distilling = (config.distill or 0) * TAUGHT * (costs.answer.source + 3 * costs.answer.target)
+    steps = (config.distill or 0) * (FEW_STUDENTS if count < FEW else 1)
+    distilling = steps * TAUGHT * (costs.answer.source + 3 * costs.answer.target)
     sources, targets = is_whole(setup.models.source, setup.change, config.exclude), 2 + (config.distill is not None)
     scoring = tested * (sources * costs.answer.source + targets * costs.answer.target)
     return whole + distilling + scoring, distilling, scoring

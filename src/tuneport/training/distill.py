@@ -80,7 +80,7 @@ def distill(
     count = len(folds[0].taught)
     schedule = schedule_of(config, target, matching.batch_size, count, images and extra is not None)
     steps = schedule.steps
-    events.plan(steps * len(folds))
+    events.plan(steps * (len(folds) + (all_own is not None)))
     neutral = Neutral(target) if target.generates is not None else None
     if neutral is not None:
         neutral.prepare(predicted=config.shard)
@@ -96,7 +96,7 @@ def distill(
         curve, last = pooled(run.curves, [len(fold.held_out) for fold in folds]), folds[0].taught
         if all_own is not None:
             best, last = curve.better[-1], all_own
-            events.extend(best)
+            events.advance(steps - best)  # that are not taken
             shorter = replace(schedule, steps=best, warmup=min(10, best // 3))
             run.learn(all_own, shorter, set(curve.better[1:]), last=True)
         run.put(run.best)

@@ -27,7 +27,8 @@ from .matching import Matching
 FEWEST = 8  # samples
 READ = 128  # samples that are read at once to see which can be compared
 HELD_OUT, FEWEST_HELD_OUT, MOST_HELD_OUT = 0.1, 10, 200  # share of the samples; never more than half of them
-FEW = 50  # fewer own samples are all taught if written ones can judge
+FEW = 50  # fewer own samples all judge and are all taught; if written ones can judge, they are only taught
+FEW_STUDENTS = 3  # of few own samples: one of each half, and one of all
 OWN, OWN_OF_WRITTEN = 2, 8  # own samples are at least one of so many that are taught; beside written ones, fewer
 STEPS, MOST_STEPS, EPOCHS = 300, 2000, 10  # of a run whose steps follow from the samples
 STEPS_BESIDE = 1000  # at least, if other images are taught beside the own ones
