@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Generator, Tensor
 
 from tuneport.data.dataset import Dataset, count_drawn
-from tuneport.data.samplers import SAMPLERS, Sampler, round_robin, shuffled, shuffled_classes
+from tuneport.data.samplers import SAMPLERS, Sampler, round_robin, shuffled_classes
 from tuneport.errors import DataError
 
 CENTROID = {  # by the sign of the distance of a sample from the mean feature of its class
@@ -51,7 +51,7 @@ def select_by_features(
 def _half_class(labels: Tensor, count: int, generator: Generator) -> Tensor:
     present = shuffled_classes(labels, generator)
     chosen = present[: max(1, len(present) // 2)]
-    samples = shuffled(len(labels), generator)
+    samples = torch.randperm(len(labels), generator=generator)
     samples = samples[torch.isin(labels[samples], chosen)]
     if len(samples) < count:
         drawn = f"the {len(chosen)} of {len(present)} classes drawn by half_class"
@@ -62,7 +62,7 @@ def _half_class(labels: Tensor, count: int, generator: Generator) -> Tensor:
 def _single_class(labels: Tensor, count: int, generator: Generator) -> Tensor:
     order = shuffled_classes(labels, generator)
     order = order[torch.argsort((torch.bincount(labels)[order] < count).int(), stable=True)]  # large classes first
-    samples = shuffled(len(labels), generator)
+    samples = torch.randperm(len(labels), generator=generator)
     return torch.cat([samples[labels[samples] == label] for label in order])[:count]
 
 

@@ -26,24 +26,19 @@ DROPPED = 0.2  # share of the words of a text
 SHIFT = 8  # an image is shifted by at most 1/8 of its side
 
 
-def shuffled(size: int, generator: Generator) -> Tensor:
-    """The numbers from 0 to `size`, in random order."""
-    return torch.randperm(size, generator=generator, device=generator.device).cpu()
-
-
 def shuffled_classes(labels: Tensor, generator: Generator) -> Tensor:
     """The classes that occur, in random order."""
     present: Tensor = labels.unique()
-    return present[shuffled(len(present), generator)]
+    return present[torch.randperm(len(present), generator=generator)]
 
 
 def _random(labels: Tensor, count: int, generator: Generator) -> Tensor:
-    return shuffled(len(labels), generator)[:count]
+    return torch.randperm(len(labels), generator=generator)[:count]
 
 
 def _class_balanced(labels: Tensor, count: int, generator: Generator) -> Tensor:
     order = shuffled_classes(labels, generator)
-    samples = shuffled(len(labels), generator)
+    samples = torch.randperm(len(labels), generator=generator)
     return round_robin([samples[labels[samples] == label] for label in order])[:count]
 
 
