@@ -31,7 +31,7 @@ from tuneport import transfer
 from tuneport.errors import CheckpointError
 from tuneport.models.open import describe_module
 from tuneport.task_vectors.lora_format import open_adapter
-from tuneport.task_vectors.lora_read import task_vector_of
+from tuneport.task_vectors.lora_read import renaming, task_vector_of
 from tuneport.task_vectors.low_rank import LowRank
 from tuneport.task_vectors.vector import TaskVector
 
@@ -280,6 +280,14 @@ def test_long_names_of_types_are_shortened(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is an adapter of type 9+ \.\.\. 9+") as caught:
         transfer(clip(), folder, clip(), method="naive")
     assert len(str(caught.value)) < 2000
+
+
+def test_names_of_thousands_of_parts_take_no_hours() -> None:
+    """All their prefixes, compared with all others, would have 10^15 characters."""
+    plain, deep = "encoder.0.weight", f"encoder.{'a.' * 10**5}weight"
+    for names, base in (([f"x.{deep}"], [plain]), ([plain], [f"x.{deep}", plain])):
+        assert renaming(names, base)(names[0]) == names[0]
+    assert renaming([f"x.{plain}"], [plain, deep])(f"x.{plain}") == plain
 
 
 def test_bases_that_are_no_names(tmp_path: Path) -> None:

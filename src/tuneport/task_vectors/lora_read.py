@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError, TuneportError, brief, first_of, shortened
 from ..io.places import CONFIG
-from ..io.tensors import LazyMapping, TensorSpec, describe
+from ..io.tensors import MOST_PARTS, LazyMapping, TensorSpec, describe
 from ..io.untrusted import LONGEST_NAME
 from .lora_format import PREFIX, TWICE, Adapter
 from .low_rank import Entry, LowRank
@@ -286,8 +286,8 @@ def renaming(names: Collection[str], base: Iterable[str]) -> Callable[[str], str
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """The ways to cut a name after one of its dots."""
-    parts = name.split(".")
+    """The ways to cut a name after one of its dots; a stranger's name can have thousands."""
+    parts = name.split(".", MOST_PARTS)
     return ((".".join(parts[:at]) + ".", ".".join(parts[at:])) for at in range(1, len(parts)))
 
 
