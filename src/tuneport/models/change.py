@@ -28,7 +28,7 @@ from ..io.places import check_no_parts, local
 from ..io.tensors import LazyTensors, TensorSpec, check_finite, describe, renamed
 from ..maps.procrustes import procrustes
 from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter
-from ..task_vectors.lora_read import as_lora, plain_names, task_vector_of, transposed_weights
+from ..task_vectors.lora_read import as_lora, plain_names, renaming, task_vector_of, transposed_weights
 from ..task_vectors.low_rank import Entry, LowRank
 from ..task_vectors.vector import FORMAT, Part, TaskVector, load_task_vector, merge
 from ..types import Sides
@@ -177,23 +177,13 @@ def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor])
     One of the two may be part of a class with a head (`bert.` before names), or name the parameters of its norms gamma
     and beta, as old files do.
     """
-    prefix, removed = "", ""
-    if not any(name in finetuned for name in base):
-        removed = _outer_name(base, finetuned)
-        prefix = "" if removed else _outer_name(finetuned, base)
-    names = {}
+    rename, names = renaming(finetuned, base), {}
     for name in finetuned:
-        called = prefix + name.removeprefix(removed)
+        called = rename(name)
         stem, _, last = called.rpartition(".")
         other = f"{stem}.{_NORMS.get(last)}"
         names[other if called not in base and other in base else called] = name
     return finetuned if all(called == name for called, name in names.items()) else renamed(finetuned, names)
-
-
-def _outer_name(bare: Iterable[str], inside: Iterable[str]) -> str:
-    """The prefix of the names of a bare model inside another, such as `bert.`, or nothing."""
-    outer = {name.partition(".")[2]: name.partition(".")[0] + "." for name in inside}
-    return next((outer[name] for name in bare if name in outer), "")
 
 
 def stated_base(item: Path) -> str | None:
