@@ -153,7 +153,6 @@ def rows(options: Any, work: Path) -> Iterator[dict[str, Any]]:
 
 def error_of(result: Any, coordinates: Permuted, source: str) -> float:
     """The norm of the ported change minus the planted one, over the norm of the planted one."""
-    assert result.setup is not None
     vector, wrong, whole = result.setup.change.vector, 0.0, 0.0
     for name in result.task_vector:
         found, given = (part.dense(name).double().cpu() for part in (result.task_vector, vector))

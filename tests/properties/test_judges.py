@@ -158,7 +158,6 @@ def ported(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 def taught(ported: Result, pixels: Any) -> list[Mark]:
     """The curves of both students of a distillation, one after the other."""
-    assert ported.setup is not None
     marks: list[Mark] = []
     samples = replace(ported.setup.calibration.samples, dataset=dataset(pixels))
     ported.distill(3, samples=samples, events=Listener(mark=marks.append))
@@ -173,7 +172,6 @@ def curve(ported: Result) -> list[Mark]:
 @quick
 @given(drawn=st.integers(0, COUNT - 1), seed=st.integers(0, 10**6))
 def test_held_out_samples_teach_nothing(ported: Result, curve: list[Mark], drawn: int, seed: int) -> None:
-    assert ported.setup is not None
     samples = ported.setup.calibration.samples
     assert isinstance(samples, DatasetSamples)
     found = taught(ported, repainted(int(samples.indices[drawn]), seed))

@@ -114,7 +114,6 @@ def test_the_student_comes_nearer_to_its_teacher(ported: Result, monkeypatch: py
 
 
 def test_models_come_back_as_they_were_also_after_an_error(ported: Result) -> None:
-    assert ported.setup is not None
     before = [state(model.module) for model in ported.setup.models]
 
     def stop(_: Mark) -> None:
@@ -242,7 +241,6 @@ class TestFittedHeads:
         fitted: list[set[int]] = []
         judged: list[set[int]] = []
         fit, judge = pipeline.fit_head, exam.Exam.judge
-        assert classified.setup is not None
         drawn = classified.setup.calibration.samples
         assert isinstance(drawn, DatasetSamples)
 
@@ -316,7 +314,6 @@ class TestStudent:
 
     @pytest.mark.usefixtures("long_exams")
     def test_each_view_of_a_held_out_sample_is_another_one(self, ported: Result) -> None:
-        assert ported.setup is not None
         seen: list[Tensor] = []
         module = ported.setup.models.source.module
         with module.register_forward_pre_hook(lambda *call: seen.append(call[-1]["pixel_values"]), with_kwargs=True):
@@ -529,10 +526,6 @@ class TestRefusals:
         with pytest.raises(TuneportError, match=words):
             ported.distill(**{"steps": 2, **options})
 
-    def test_a_result_without_its_samples(self, ported: Result) -> None:
-        with pytest.raises(TuneportError, match="does not know the models and samples"):
-            replace(ported, setup=None).distill(2)
-
 
 QUESTIONS = [f"{text[:18]}?" for text in SENTENCES[:12]]
 WORDS = ("a red stone", "the sea", "nobody at all")
@@ -652,7 +645,6 @@ def test_the_learning_rate_follows_the_width(ported: Result) -> None:
 
 @pytest.mark.usefixtures("long_exams")
 def test_a_batch_is_the_size_that_is_given_and_held_out_samples_are_answered_once(ported: Result) -> None:
-    assert ported.setup is not None
     asked: list[int] = []  # images in each pass of the teacher
     teacher = ported.setup.models.source.module
     watched = teacher.register_forward_hook(lambda *call: asked.append(len(call[-1].image_embeds)))

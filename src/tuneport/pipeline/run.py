@@ -147,7 +147,6 @@ def _run_and_write(
         models = 1 + len(made) + is_whole(setup.models.source, setup.change, config.exclude)
         events.step("scoring the test split", scoring, tested * models)
         outputs = {role: (each.target, output.written(each.update)) for role, each in made.items()}
-        assert ported.setup is not None
         given, name = (setup.models, setup.change, ported.setup.calibration), setup.about["finetuned"]["name"]
         try:
             found = compare(*given, outputs, on, config, name=name, progress=events.advance)

@@ -94,7 +94,7 @@ class Result:
     not_transported: tuple[Kept, ...]  # the tensors of the target that stay, with reasons
     config: TransferConfig
     record: Mapping[str, Any]  # what the run record says
-    setup: Setup | None = None  # what it was made from
+    setup: Setup  # what it was made from
     texts: Mapping[str, str] = field(default_factory=dict)  # files that are written beside the weights, by name
 
     def __repr__(self) -> str:
@@ -160,8 +160,6 @@ class Result:
 
     def taught(self, config: DistillConfig, samples: Samples | None = None, **more: Any) -> Result:
         """As `distill`, with all options of a distillation."""
-        if self.setup is None:
-            raise TuneportError("this result does not know the models and samples that it was made from.")
         change = self.setup.change
         samples = self.setup.calibration.samples if samples is None else samples
         if not isinstance(samples, DatasetSamples):
