@@ -120,7 +120,7 @@ def stages(trial: Trial, device: torch.device, passes: Passes | None = None) -> 
     """Run a prepared transfer; seconds spent measuring, solving the maps, and carrying the task vector over."""
     from tuneport.maps import procrustes
     from tuneport.pipeline.solve import measure, problem_of
-    from tuneport.runtime.passes import groups_of
+    from tuneport.runtime.passes import Passes, groups_of
 
     spent = [0.0]
 
@@ -144,7 +144,7 @@ def stages(trial: Trial, device: torch.device, passes: Passes | None = None) -> 
     procrustes.solve_maps = timed
     try:
         results = [
-            moved(group) for group in groups_of(trial.measurement, passes)
+            moved(group) for group in groups_of(trial.measurement, passes or Passes((trial.setup.plan.pairs,)))
         ]  # all are held, as a transfer holds them
     finally:
         procrustes.solve_maps = solve

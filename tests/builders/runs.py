@@ -201,7 +201,7 @@ def planned(
     return plan_passes(case.measurement, case.task_vector, get_method(case.config.method), budget, forecast)
 
 
-def passes_for(case: Case, **options: Any) -> Passes | None:
+def passes_for(case: Case, **options: Any) -> Passes:
     """How a prepared transfer is divided, with other options."""
     case = case.using(**options)
     chooses = isinstance(case.config.scale, str)

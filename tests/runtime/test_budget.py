@@ -69,7 +69,7 @@ def test_groups_give_the_same_bits(scale, method: str) -> None:
 @pytest.mark.parametrize("scale", [1.0, "auto"])
 def test_without_a_budget_the_free_memory_divides_the_layers(scale, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(job(), scale=scale)
-    assert passes_for(job(), scale=scale) is None
+    assert len(passes_for(job(), scale=scale).groups) == 1
     monkeypatch.setattr(passes, "free_memory", lambda: 250_000)
     divided = run(job(), scale=scale)
     groups = passes_for(job(), scale=scale).groups
@@ -87,8 +87,8 @@ def test_without_a_budget_the_free_memory_divides_the_layers(scale, monkeypatch:
 
 def test_what_cannot_be_divided_is_measured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes, "free_memory", lambda: 0)
-    assert passes_for(job(), scale=1.0) is not None
-    assert passes_for(job("naive"), scale=1.0) is None
+    assert len(passes_for(job(), scale=1.0).groups) > 1
+    assert len(passes_for(job("naive"), scale=1.0).groups) == 1
 
 
 def test_a_limit_of_tokens_makes_sums_smaller() -> None:

@@ -124,9 +124,11 @@ def describe(setup: Setup, config: MeasureConfig, *, tested: int = 0) -> dict[st
     method, scale, change = get_method(config.method), choose_rule(setup, config.scale), setup.change
     measurement, plan, models = setup.measurement(config, method), setup.plan, setup.models
     passes = passes_of(measurement, change.vector, method, chooses_scale=isinstance(scale, str))
-    within: dict[str, Any] = {} if passes is None else {"groups": [len(group) for group in passes.groups]}
-    if passes is not None and config.memory_budget is not None:
-        within |= {**_bytes(passes), "home": "files" if models.target.weights.offloaded else "RAM"}
+    within: dict[str, Any] = {}
+    if config.memory_budget is not None:
+        within = {**_bytes(passes), "home": "files" if models.target.weights.offloaded else "RAM"}
+    if within or len(passes.groups) > 1:
+        within["groups"] = [len(group) for group in passes.groups]
     tokenizers: dict[str, Any] = {}
     source, target = (model.inputs.reader for model in models)
     if source is not None and target is not None:

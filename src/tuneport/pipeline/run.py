@@ -157,16 +157,16 @@ def _run_and_write(
     return by_first(lambda: replace(result, record=record).write(work.out))
 
 
-def _passes(setup: Setup, config: TransferConfig, scale: float | ScaleRule, events: Events) -> Passes | None:
+def _passes(setup: Setup, config: TransferConfig, scale: float | ScaleRule, events: Events) -> Passes:
     """The passes that the memory needs, and how much work there is."""
     method = get_method(config.method)
     vector, chooses = setup.change.vector, isinstance(scale, str)
     passes = passes_of(setup.measurement(config, method), vector, method, chooses_scale=chooses)
-    runs = 1 if passes is None else len(passes.groups)
+    runs = len(passes.groups)
     words = f"{runs} runs" if runs > 1 else "one run"
-    if passes is not None and config.memory_budget is None:
+    if config.memory_budget is None and runs > 1:
         events.note(f"{words} over the calibration data: all statistics at once would take too much of the free memory")
-    elif passes is not None:
+    elif config.memory_budget is not None:
         events.note(f"expected peak {format_bytes(passes.peak_bytes)}, in {words} over the calibration data")
         if passes.fetched_bytes:
             events.note(
@@ -176,14 +176,14 @@ def _passes(setup: Setup, config: TransferConfig, scale: float | ScaleRule, even
 
 
 def _units(
-    setup: Setup, config: TransferConfig, scale: float | ScaleRule, passes: Passes | None, *, tested: int
+    setup: Setup, config: TransferConfig, scale: float | ScaleRule, passes: Passes, *, tested: int
 ) -> tuple[float, float, float]:
     """What a transfer costs as `Costs` counts: all of it, its distillation, and the scores of a test split."""
     measurement, pairs = setup.measurement(config, get_method(config.method)), setup.plan.pairs
     costs, count = Costs.of(measurement), len(setup.calibration.samples)
     asked = count_forward_passes(setup.models.source, setup.change, setup.calibration, config.exclude)
     whole = asked * costs.answer.source + costs.solve(pairs)
-    whole += sum(count * costs.measure(group) for group in ([pairs] if passes is None else passes.groups))
+    whole += sum(count * costs.measure(group) for group in passes.groups)
     if isinstance(scale, str):
         judge, halves = Judge(setup.models.target, setup.calibration, output_of(config)), measurement.halves()
         whole += costs.answer.target * judge.passes * judge.usually * count

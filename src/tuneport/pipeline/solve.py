@@ -55,9 +55,9 @@ def solve(
     scale: float | ScaleRule,
     judge: Judge,
     *,
-    passes: Passes | None = None,
-    work: Work | None = None,
-    events: Events | None = None,
+    passes: Passes,
+    work: Work | None,
+    events: Events,
 ) -> Solution:
     """Measure both models and carry the task vector over; a rule chooses the scale on the samples.
 
@@ -67,13 +67,12 @@ def solve(
         TuneportError: if a scale is to be chosen on models that are not whole in memory.
     """
     rule = scale if isinstance(scale, str) else None
-    placements = None if passes is None else passes.placements
-    if rule is not None and (measurement.target.weights.offloaded or placements is not None):
+    if rule is not None and (measurement.target.weights.offloaded or passes.placements is not None):
         raise TuneportError(
             "a scale is chosen on whole models, and these are larger than the memory budget: pass a number as `scale`, "
             "or a larger `memory_budget`."
         )
-    solver = _Solver(change, method, work, events or Events(), Costs.of(measurement))
+    solver = _Solver(change, method, work, events, Costs.of(measurement))
     sides = (measurement, measurement) if rule is None else measurement.halves()
     halves = sides[:1] if sides[0] is sides[1] else sides  # one where there are too few samples to divide
     names = ("all",) if rule is None else ("first", "second")
@@ -81,8 +80,8 @@ def solve(
     of_halves: list[list[Transfer]] = [[] for _ in halves]
     of_all, counted, choice = list[Transfer](), Statistics(), None
     cost = solver.costs.answer.target
-    choose = rule and partial(choose_on_halves, judge, sides, rule=rule, events=solver.events, cost=cost)
-    source, target = placements or (None, None)
+    choose = rule and partial(choose_on_halves, judge, sides, rule=rule, events=events, cost=cost)
+    source, target = passes.placements or (None, None)
     with pinned(measurement.models.source.module, source), pinned(measurement.target.module, target):
         for index, group in enumerate(groups):
             stages = (_stage(name, index, [each[0] for each in groups]) for name in names)
@@ -94,8 +93,7 @@ def solve(
             elif choose:
                 for done, moved in zip(of_halves, [solver.move(group[0], part) for part in parts], strict=True):
                     done.append(moved)
-            in_files = passes is not None and passes.result_in_files
-            of_all += solver.move_to_files(group[0], whole) if in_files else [solver.move(group[0], whole)]
+            of_all += solver.move_whole(group[0], whole, passes.result_in_files)
             del parts, whole  # before the next group is measured
     if choose and choice is None:
         choice = choose(map(solver.joined, of_halves))
@@ -136,8 +134,10 @@ class _Solver:
         problem = problem_of(measurement, self.change.vector, statistics)
         return gather_transfer(replace(problem, on_layer=lambda _: self.events.advance(1)), self.method)
 
-    def move_to_files(self, measurement: Measurement, statistics: Statistics) -> list[Transfer]:
-        """As `move`, block by block, with dense entries in temporary files; several processes own blocks of a group."""
+    def move_whole(self, measurement: Measurement, statistics: Statistics, in_files: bool) -> list[Transfer]:
+        """As `move`, or block by block with dense entries in files; several processes own blocks of a group."""
+        if not in_files:
+            return [self.move(measurement, statistics)]
         parts = [measurement] if ranks().size > 1 else parts_of(measurement, blocks_of(measurement.plan.pairs))
         return [_in_files(self.move(part, statistics)) for part in parts]
 

@@ -43,10 +43,8 @@ class Passes:
     result_in_files: bool = False  # the result is written to temporary files, block by block
 
 
-def groups_of(measurement: Measurement, passes: Passes | None) -> list[Measurement]:
+def groups_of(measurement: Measurement, passes: Passes) -> list[Measurement]:
     """A measurement for each group."""
-    if passes is None:
-        return [measurement]
     limits = replace(measurement.limits, placements=passes.placements)
     return parts_of(replace(measurement, limits=limits), passes.groups)
 
@@ -58,17 +56,19 @@ def parts_of(measurement: Measurement, groups: Iterable[Sequence[LayerPair]]) ->
     return [replace(measurement, plan=part) for part in parts]
 
 
-def passes_of(measurement: Measurement, vector: TaskVector, method: Method, *, chooses_scale: bool) -> Passes | None:
+def passes_of(measurement: Measurement, vector: TaskVector, method: Method, *, chooses_scale: bool) -> Passes:
     """Divide the layers so that they fit into the memory budget; without one, so that their sums fit into memory.
 
-    None is one pass over all layers. `chooses_scale` says whether the samples choose the scale.
+    `chooses_scale` says whether the samples choose the scale.
     """
     if measurement.limits.memory_budget is not None:
         return plan_passes(measurement, vector, method, measurement.limits.memory_budget)
-    return passes_that_fit(measurement, COPIES if chooses_scale else 1) if method.by_layer else None
+    if not method.by_layer:
+        return Passes((measurement.plan.pairs,))
+    return passes_that_fit(measurement, COPIES if chooses_scale else 1)
 
 
-def passes_that_fit(measurement: Measurement, copies: int) -> Passes | None:
+def passes_that_fit(measurement: Measurement, copies: int) -> Passes:
     """Groups of consecutive layers whose sums, `copies` of each signal, take at most half of the free memory.
 
     The other half is for signals, maps and the work on them. The limit is a power of two: a run that continues after
@@ -84,9 +84,9 @@ def passes_that_fit(measurement: Measurement, copies: int) -> Passes | None:
         return sum_bytes(measurement, some, copies)
 
     if size(pairs) <= left / 4:
-        return None
+        return Passes((pairs,))
     groups = grouped(pairs, size, 2 ** int(math.log2(left / 2)) if left > 2 else 0)
-    return Passes(tuple(map(tuple, groups))) if len(groups) > 1 else None
+    return Passes(tuple(map(tuple, groups)))
 
 
 def sum_bytes(measurement: Measurement, pairs: Iterable[LayerPair], copies: int) -> int:
