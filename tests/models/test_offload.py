@@ -364,7 +364,7 @@ def test_a_plan_needs_no_weights(tmp_path: Path, folders: dict[str, Path], offlo
     nbytes = [Forecast.of(each).statistics_bytes(each.plan.pairs) for each in (shapes, real.measurement)]
     assert nbytes[0] == nbytes[1]  # as with weights and data
     with pytest.raises(CheckpointError, match=r"old has no weights, so model\.norm\.weight cannot be read"):
-        shapes.source.weights.tensors["model.norm.weight"]
+        shapes.models.source.weights.tensors["model.norm.weight"]
     small = estimate_shapes(source, source, PlanConfig.of(memory_budget=1000))
     assert "is too small" in small["plans"][0]["error"]
     assert [line.keys() for line in small["teaching"]["plans"]] == [{"devices", "peak_bytes"}] * 4
