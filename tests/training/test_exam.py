@@ -17,8 +17,9 @@ from tuneport.models.open import open_model
 from tuneport.pipeline.lessons import samples_of
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.training import division
-from tuneport.training.distill import distill
+from tuneport.training.distill import _Run, distill
 from tuneport.training.exam import Curve, Exam, Mark, pooled
+from tuneport.training.neutral import Neutral
 from tuneport.training.student import student_of
 from tuneport.types import Sides
 
@@ -123,3 +124,24 @@ class TestPlanted:
         found, is_start = self.taught(models, SHOWN_BY_LAST_HALF, monkeypatch)
         assert found["best"] == STEPS
         assert not is_start
+
+    @pytest.mark.parametrize("kept", [0, 1, 2])
+    def test_a_last_student_that_forgets_is_kept_as_it_was_before(
+        self, models: Sides[Model], monkeypatch: pytest.MonkeyPatch, kept: int
+    ) -> None:
+        """Both students of the halves remember; the last one does after its first states only."""
+        remembered: list[int] = []
+
+        def neutral_loss(run: _Run) -> float:
+            if run.count < 3:
+                return 1.0
+            remembered.append(len(remembered) + 1)
+            return 1.0 if len(remembered) <= kept else 2.0
+
+        monkeypatch.setattr(Neutral, "loss", lambda *_: 1.0)
+        monkeypatch.setattr(_Run, "_neutral_loss", neutral_loss)
+        monkeypatch.setattr("tuneport.training.exam.ERRORS", 1e9)  # no later state is worse
+        found, is_start = self.taught(models, SHOWN_BY_ALL, monkeypatch)
+        assert remembered == [1, 2]
+        assert (found["best"], found["again"]) == (kept, kept)
+        assert is_start == (kept == 0)
