@@ -25,7 +25,7 @@ from ..data.dataset import DEFAULT_SAMPLES, align_labels
 from ..errors import CheckpointError
 from ..measure.accuracy import LEAST, LEVEL, direction, tail
 from ..measure.fitted_heads import labelling_by, renamed_classes, scores_by, take_head, with_heads
-from ..measure.objectives import Batch, TokenLoss, batch_for
+from ..measure.objectives import TokenLoss, batch_for
 from ..measure.samples import Calibration, DatasetSamples
 from ..measure.signals import frozen
 from ..models.base import Model, ModelLike
@@ -169,10 +169,9 @@ def check_inputs(
     assert isinstance(samples, DatasetSamples)
     if losses is not None and isinstance(losses.source, TokenLoss):
         # a fine-tune may well be worse on texts of another kind, so that nothing is refused
-        base, tuned = _losses_of_texts(source, change, _some_texts(samples), losses.source, progress)
-        return replace(
-            found, samples=len(base), metric="loss", source=float(base.mean()), finetuned=float(tuned.mean())
-        )
+        texts, vectors = _some_texts(samples), (TaskVector({}), change.vector)
+        base_loss, loss = (_mean_loss(source, vector, texts, losses.source, progress) for vector in vectors)
+        return replace(found, samples=len(texts), metric="loss", source=base_loss, finetuned=loss)
     assert samples.heads is not None
     head, chosen, scores = samples.heads.source, samples.chosen, []
     labels = align_labels(chosen, head.classes).labels
@@ -235,25 +234,13 @@ def _some_texts(samples: DatasetSamples) -> DatasetSamples:
     return samples.take(np.flatnonzero(np.isin(samples.indices, some)))
 
 
-def _losses_of_texts(
-    source: Model, change: Change, samples: DatasetSamples, loss: TokenLoss, progress: Progress
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The losses of the base and of its fine-tune on each text."""
-
-    batches = [batch_for(source, encoded) for encoded in samples.encoded_for(0)]
-
-    def each(batch: Batch) -> Tensor:
-        found = loss.each(source.module, batch).cpu()
-        progress(len(found))
-        return found
-
-    def losses() -> NDArray[np.float64]:
-        with frozen(source.module), torch.no_grad():
-            return torch.cat(divided(batches, each)).numpy()
-
-    base = losses()
-    with finetuned(source, change.vector):
-        return base, losses()
+def _mean_loss(source: Model, vector: TaskVector, texts: DatasetSamples, loss: TokenLoss, progress: Progress) -> float:
+    """The mean loss of a text, by the source with a change."""
+    batches = [batch_for(source, encoded) for encoded in texts.encoded_for(0)]
+    with finetuned(source, vector), frozen(source.module), torch.no_grad():
+        found = torch.cat(divided(batches, lambda batch: loss.each(source.module, batch).cpu()))
+    progress(len(texts))
+    return float(found.numpy().mean())
 
 
 def relation(stored: Mapping[str, Tensor], vector: TaskVector, weights: Iterable[str]) -> tuple[float | None, float]:
