@@ -25,7 +25,7 @@ from builders.forwards import count_forwards
 from builders.runs import Case, port, prepare
 from tuneport.errors import CheckpointError
 from tuneport.io.fingerprint import digest_of
-from tuneport.io.state import StateFile
+from tuneport.io.state import FORMAT, StateFile
 from tuneport.maps.statistics import CrossCovariance, Statistics, WeightGradient
 from tuneport.methods import METHODS
 from tuneport.runtime.passes import Passes
@@ -107,7 +107,7 @@ class TestStatisticsOnDisk:
             assert all(torch.equal(one, other) for one, other in zip(loaded, saved, strict=True))
 
     def test_a_damaged_file_gives_one_error(self, tmp_path: Path) -> None:
-        file, stated = tmp_path / "all.safetensors", {"format": "tuneport-state"}
+        file, stated = tmp_path / "all.safetensors", {"format": FORMAT}
         values = {"covariances": [{"tokens": 1}], "keys": [], "gradients": {}, "samples": 1}
         for text in (
             "[" * 10**5,
@@ -116,7 +116,7 @@ class TestStatisticsOnDisk:
             json.dumps({"values": values}),
         ):
             tensors = {"x": torch.ones(1), "content": torch.tensor(list(text.encode()), dtype=torch.uint8)}
-            summed = {**stated, "sha256": digest_of("tuneport-state", tensors)}
+            summed = {**stated, "sha256": digest_of(FORMAT, tensors)}
             for held, metadata in (({"x": torch.ones(1)}, summed), (tensors, {}), (tensors, stated), (tensors, summed)):
                 save_file(held, file, metadata)
                 with pytest.raises(CheckpointError, match="Start over without `resume`"):
