@@ -22,14 +22,9 @@ from .data.tasks import read_data, split_reference
 from .errors import CheckpointError, DataError, OptionError, TuneportError, first_of, printable, shortened, unknown_name
 from .io.output import RECORD, check_new
 from .io.places import ACCEPTED, CONFIG, looks_like_hub_id, nearest_path, why_no_adapter, why_no_model, why_unknown
-from .types import FORMATS, Split
+from .types import FORMATS, METHODS, Split
 
-# The names that heavy modules register.
-METHODS = (
-    "bico", "bico+", "theseus", "input_only", "output_only", "gradient_only", "naive", "cross-lora", "transfusion",
-    "gradfix", "gradfix_mean",
-)  # fmt: skip
-WITHOUT_DATA = ("naive", "cross-lora", "transfusion")
+# The names that heavy modules register; the tests compare them.
 SAMPLERS = ("random", "class_balanced")
 LOSSES = ("classification", "contrastive", "causal", "seq2seq")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "hpu", "npu", "meta")
@@ -86,7 +81,7 @@ def _check_names(given: dict[str, Any], config: Config) -> None:
         wrong.append(f"device '{device}' is not available. Pass auto, cpu or cuda.")
     if weights is not None and len(weights) != len(given["finetuned"]):
         wrong.append(f"{len(given['finetuned'])} fine-tunes and {len(weights)} `weights`: give a weight for each.")
-    if config.command == "transfer" and given["data"] is None and method in METHODS and method not in WITHOUT_DATA:
+    if config.command == "transfer" and given["data"] is None and method in METHODS and METHODS[method].needs_data:
         wrong.append(f"the method {method} needs calibration data: pass `data`.")
     if config.command == "evaluate" and (given["data"] is None) == (given["ask"] is None):
         wrong.append("pass `data` to score models, or `ask` with a prompt that they answer: one of them.")

@@ -1,9 +1,13 @@
-"""Types that several packages share: words with a fixed choice, and callbacks."""
+"""What several packages share: words with a fixed choice, callbacks, and the registries of methods and formats.
+
+The registries hold what is known before torch is loaded, which takes seconds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from typing_extensions import NamedTuple
@@ -23,6 +27,59 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Known:
+    """What is known of a method before torch is loaded."""
+
+    method: str  # the class, as MODULE:NAME; a module of `methods` begins with a dot
+    summary: str
+    arguments: tuple[Any, ...] = ()  # of the class
+    needs_data: bool = True
+
+
+ALIGNED = ".bilinear:BilinearAlignment"  # arguments: the signals of both sides, moves_loose, uses_augmented_inputs
+METHODS: dict[str, Known] = {
+    "bico": Known(
+        ALIGNED,
+        "the paper's method: layer inputs on one side, output gradients on the other",
+        ("input", "output_gradient"),
+    ),
+    "bico+": Known(
+        ALIGNED, "bico with changed views of the samples", arguments=("input", "output_gradient", False, True)
+    ),
+    "theseus": Known(ALIGNED, "layer inputs and layer outputs; forward passes only, no labels", ("input", "output")),
+    "input_only": Known(ALIGNED, "ablation: layer inputs; the output side is padded or cropped", ("input", None)),
+    "output_only": Known(
+        ALIGNED, "ablation: output gradients; the input side is padded or cropped", (None, "output_gradient")
+    ),
+    "gradient_only": Known(
+        ALIGNED,
+        "ablation: gradients with respect to the layer's input and output",
+        ("input_gradient", "output_gradient"),
+    ),
+    "naive": Known(
+        ALIGNED,
+        "add the task vector as it is, zero-padded or cropped; needs no data",
+        (None, None, True),
+        needs_data=False,
+    ),
+    "cross-lora": Known(
+        ".cross_lora:CrossLora", "match the singular vectors of the base weights; needs no data", needs_data=False
+    ),
+    "transfusion": Known(
+        ".transfusion:TransFusion",
+        "permute the source's units to match the target's weights; same architecture",
+        needs_data=False,
+    ),
+    "gradfix": Known(
+        ".gradfix:GradFix", "keep the entries that agree with the target's gradient signs; same architecture"
+    ),
+    "gradfix_mean": Known(
+        ".gradfix:GradFix", "gradfix with the sign of the mean gradient, not a majority of samples", ("mean",)
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Format:
     """What is known of a format of outputs before torch is loaded; its class says how it is written and read."""
 
@@ -39,6 +96,12 @@ FORMATS: dict[str, Format] = {
     "adapter": Format(".adapter:AdapterOutput", "an adapter of rank {adapter[rank]} for {target[name]}", shaped=True),
     "task-vector": Format(".base:TaskVectorOutput", "a task vector for {target[name]}", ".safetensors", students=False),
 }
+
+
+def registered(place: str, package: str | None) -> Any:
+    """The class at MODULE:NAME; a module of the package begins with a dot."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module, package), name)
 
 
 def ignore(_: int) -> None:

@@ -42,6 +42,9 @@ for words in ([], *([name] for name in {COMMANDS!r})):
         assert done.code == 0, words
 heavy = {{"torch", "transformers", "numpy", "sklearn", "safetensors", "PIL"}} & set(sys.modules)
 assert not heavy, heavy
+sys.argv = ["tuneport", "methods"]
+main()
+assert "torch" not in sys.modules
 """
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tuneport import checks
+from tuneport import checks, types
 from tuneport.data.samplers import SAMPLERS
 from tuneport.measure.objectives import OBJECTIVES
 from tuneport.methods import METHODS
@@ -54,7 +54,8 @@ def test_there_are_enough() -> None:
 
 
 def test_the_names_are_those_of_the_registries() -> None:
-    assert set(checks.METHODS) == set(METHODS)
-    assert set(checks.WITHOUT_DATA) == {name for name, method in METHODS.items() if not method.signals}
+    assert {name: known.needs_data for name, known in types.METHODS.items()} == {
+        name: bool(method.signals) for name, method in METHODS.items()
+    }
     assert set(checks.LOSSES) == set(OBJECTIVES)
     assert set(checks.SAMPLERS) <= set(SAMPLERS)  # the paper adds some

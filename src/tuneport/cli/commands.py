@@ -14,7 +14,7 @@ import typer
 from .. import config as options
 from ..config.options import Config
 from ..errors import TuneportError
-from ..types import FORMATS, Events
+from ..types import FORMATS, METHODS, Events
 from .terminal import Bar, as_options, emit_json, note, say, show
 
 if TYPE_CHECKING:
@@ -186,8 +186,6 @@ def merge(inputs: options.MergeInputs, config: options.MergeConfig, json: bool) 
 def methods(config: Config, json: bool) -> None:
     """What methods there are, one line each."""
     del config
-    from ..methods import METHODS
-
     names = {name: method.summary for name, method in METHODS.items()}
     give(names, json, *(f"{name:<{max(map(len, names))}} {summary}" for name, summary in names.items()))
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 from ..config import AdapterConfig
 from ..errors import TuneportError, unknown_name
-from ..types import FORMATS
+from ..types import FORMATS, registered
 from .base import ModelOutput, Output, Stated, Update
 
 
 def output_class(name: str) -> type[Output]:
     if name not in FORMATS:
         raise TuneportError(unknown_name("output", name, FORMATS))
-    module, _, kind = FORMATS[name].output.partition(":")
-    found: type[Output] = getattr(import_module(module, __package__), kind)
+    found: type[Output] = registered(FORMATS[name].output, __package__)
     return found
 
 
