@@ -349,10 +349,10 @@ def look_at_list(path: Path) -> None:
 def saved_work(root: Path) -> Iterator[Kind]:
     """What commands keep for --resume, and what they read of outputs and models beside the weights."""
     from paper.run import Cells
-    from tuneport.models.change import stated_base
     from tuneport.outputs import ModelOutput
     from tuneport.pipeline.run import finished
     from tuneport.report.provenance import _licence
+    from tuneport.task_vectors.stored import stored_change
 
     (root / "work").mkdir()
     StateFile(root / "work" / "state.safetensors", "x").save({"a": torch.ones(2)}, {"step": 1})
@@ -374,7 +374,7 @@ def saved_work(root: Path) -> Iterator[Kind]:
     yield Kind("model card", "work/README.md", spoil_bytes, _licence)
     vector = TaskVector({"a": torch.ones(3, 2)})
     save_task_vector(root / "tau-of.safetensors", vector, {"record": json.dumps({"target": {"path": "a"}})})
-    yield Kind("base of a task vector", "tau-of.safetensors", spoil_metadata, stated_base)
+    yield Kind("base of a task vector", "tau-of.safetensors", spoil_metadata, stored_change)
 
 
 def tables(root: Path) -> Iterator[Kind]:

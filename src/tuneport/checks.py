@@ -151,7 +151,7 @@ def _wrong_finetune(place: str, name: str) -> str:
             return why_no_model(place)
         what = {"finetuned": "fine-tune", "vector": "task vector"}.get(name, "model")
         return f"there is no {what} at {place}: {place} does not exist.{nearest_path(path)}"
-    suffixes = (*_WEIGHTS, *(about.suffix for about in FORMATS.values() if about.suffix))
+    suffixes = (*_WEIGHTS, *(about.suffix for about in FORMATS.values() if about.suffix and about.reader))
     if (path / CONFIG).is_file() or (path.is_file() and path.suffix in suffixes):
         return why_no_adapter(path)
     holds = path.is_dir() and any(file.suffix in _WEIGHTS or file.name == RECORD for file in path.iterdir())

@@ -87,19 +87,31 @@ class Format:
     words: str  # for what was written, with entries of the run record in braces
     suffix: str = ""  # of the file that it is; without one it is a folder, with a report
     whole: bool = False  # a model, no change of one
+    reader: str = ""  # of the change that it holds, as MODULE:NAME; a module of `task_vectors` begins with a dot
     shaped: bool = False  # by the options of a LoRA: its class takes them
-    students: bool = True  # it can hold what `upgrade` teaches
+    students: bool = True  # it can hold what distillation makes: a whole model, or a LoRA with a head
 
 
 FORMATS: dict[str, Format] = {
     "model": Format(".base:ModelOutput", "a model", whole=True),
-    "adapter": Format(".adapter:AdapterOutput", "an adapter of rank {adapter[rank]} for {target[name]}", shaped=True),
-    "task-vector": Format(".base:TaskVectorOutput", "a task vector for {target[name]}", ".safetensors", students=False),
+    "adapter": Format(
+        ".adapter:AdapterOutput",
+        "an adapter of rank {adapter[rank]} for {target[name]}",
+        reader=".stored:read_adapter",
+        shaped=True,
+    ),
+    "task-vector": Format(
+        ".base:TaskVectorOutput",
+        "a task vector for {target[name]}",
+        ".safetensors",
+        reader=".stored:read_task_vector",
+        students=False,
+    ),
 }
 
 
 def registered(place: str, package: str | None) -> Any:
-    """The class at MODULE:NAME; a module of the package begins with a dot."""
+    """The class or function at MODULE:NAME; a module of the package begins with a dot."""
     module, _, name = place.partition(":")
     return getattr(import_module(module, package), name)
 

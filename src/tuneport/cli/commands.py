@@ -166,11 +166,11 @@ def extract(inputs: options.ExtractInputs, config: options.ExtractConfig, json: 
 def apply(inputs: options.ApplyInputs, config: options.ApplyConfig, json: bool) -> None:
     """Write base + scale * task vector as a model folder."""
     from ..pipeline.arithmetic import apply
-    from ..task_vectors.vector import load_task_vector
+    from ..task_vectors.stored import stored_task_vector
 
     with Bar("applying") as events:
         apply(inputs.vector, inputs.base, inputs.out, events=events, **config.values())
-    done = {"out": inputs.out, "tensors": len(load_task_vector(inputs.vector)), "scale": config.scale}
+    done = {"out": inputs.out, "tensors": len(stored_task_vector(inputs.vector)), "scale": config.scale}
     give(done, json, f"written to {inputs.out}")
 
 

@@ -75,7 +75,7 @@ def run_demo(out: Path, *, seed: int = 0, overwrite: bool = False, events: Event
             best = run(replace(setup, about={**setup.about, **inputs}), config)  # the last is bico
             found[f"target, ported by {name}"] = accuracy(best.apply())
             events.advance(1)
-        made: dict[Role, Any] = {"port": (large, output_of(config).written(best.update))}
+        made: dict[Role, Any] = {"port": (large, output_of(config).new_parameters(best.update))}
         on = unseen(large, setup.calibration, test)
         scored = compare(setup.models, setup.change, setup.calibration, made, on, config, name="small-mirrored")
         more = {"out": str(ported_at), "as": "model", **scored.record(), **asdict(summarize(scored, scale=best.scale))}

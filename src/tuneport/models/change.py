@@ -10,9 +10,7 @@ the tokens that both vocabularies have, times the ratio of the norms of these ro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, TuneportError
-from ..io.checkpoint import open_checkpoint, read_record
+from ..errors import CheckpointError
 from ..io.fingerprint import same_weights
 from ..io.places import check_no_parts, local
 from ..io.tensors import LazyTensors, TensorSpec, check_finite, describe, renamed
@@ -30,7 +27,8 @@ from ..maps.procrustes import procrustes
 from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter
 from ..task_vectors.lora_read import as_lora, plain_names, renaming, task_vector_of, transposed_weights
 from ..task_vectors.low_rank import Entry, LowRank
-from ..task_vectors.vector import FORMAT, Part, TaskVector, load_task_vector, merge
+from ..task_vectors.stored import StoredChange, stored_change
+from ..task_vectors.vector import Part, TaskVector, merge
 from ..types import Sides
 from .base import Model, ModelLike
 from .families import open_tokenizer
@@ -153,14 +151,11 @@ def _stored(finetuned: ModelLike | TaskVector) -> TaskVector | Mapping[str, Tens
     if isinstance(finetuned, TaskVector):
         return finetuned
     if isinstance(finetuned, (str, Path)):
-        vector = is_task_vector(Path(finetuned))
-        return load_task_vector(finetuned) if vector else open_stored(finetuned).tensors
+        found = stored_change(finetuned)
+        if found is not None and isinstance(found.change, TaskVector):
+            return found.change
+        return open_stored(finetuned).tensors
     return (finetuned if isinstance(finetuned, Model) else describe_module(finetuned)).weights.tensors
-
-
-def is_task_vector(path: Path) -> bool:
-    is_file = path.is_file() and path.suffix == ".safetensors"
-    return is_file and open_checkpoint(path).metadata.get("format") == FORMAT
 
 
 def between(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor], exclude: Sequence[str]) -> TaskVector:
@@ -186,30 +181,10 @@ def _under_names_of(base: Mapping[str, Tensor], finetuned: Mapping[str, Tensor])
     return finetuned if all(called == name for called, name in names.items()) else renamed(finetuned, names)
 
 
-def stated_base(item: Path) -> str | None:
-    """The model that an adapter or a task vector says that it changes."""
-    if is_adapter(item):
-        return open_adapter(item).config.get("base_model_name_or_path")
-    metadata = open_checkpoint(item).metadata if is_task_vector(item) else {}
-    try:
-        return str(json.loads(metadata["record"])["target"]["path"])
-    except (KeyError, ValueError, TypeError, RecursionError):
-        return metadata.get("base")
-
-
-def stated_fingerprint(finetuned: Finetuned) -> str:
-    """The fingerprint of its base that a task-vector file, or an adapter by tuneport, has; else nothing."""
-    with suppress(TuneportError, AttributeError):
-        if isinstance(finetuned, Adapter) and finetuned.files:
-            return str(read_record(finetuned.files[0].parent).get("base_fingerprint", ""))
-        if isinstance(finetuned, (str, Path)) and is_task_vector(Path(finetuned)):
-            return open_checkpoint(Path(finetuned)).metadata.get("base_fingerprint", "")
-    return ""
-
-
 def check_base(source: Model, finetuned: Finetuned) -> None:
-    """Refuse a task-vector file or an adapter whose fingerprint is that of another base."""
-    stated = stated_fingerprint(finetuned)
+    """Refuse an `opened` fine-tune that is stored with the fingerprint of another base."""
+    found = stored_change(finetuned) if isinstance(finetuned, (str, Path)) else finetuned
+    stated = found.base_fingerprint if isinstance(found, (Adapter, StoredChange)) else ""
     if stated and same_weights(stated, source.weights.tensors) is False:
         name = finetuned.name if isinstance(finetuned, Adapter) else finetuned
         raise CheckpointError(

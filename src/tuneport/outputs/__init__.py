@@ -1,14 +1,16 @@
-"""What can be written. A new format is a class in a module here, and a line of `types.FORMATS`."""
+"""What can be written. A new format is a class in a module here, and a line of `types.FORMATS`.
+
+What reads a change back lies lower, in `task_vectors.stored`, for every command that takes a fine-tune.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from ..config import AdapterConfig
 from ..errors import TuneportError, unknown_name
 from ..types import FORMATS, registered
-from .base import ModelOutput, Output, Stated, Update
+from .base import ModelOutput, Output, Update
 
 
 def output_class(name: str) -> type[Output]:
@@ -23,9 +25,4 @@ def output_of(config: AdapterConfig) -> Output:
     return kind(config) if FORMATS[config.as_].shaped else kind()
 
 
-def stated_in(path: Path) -> Stated | None:
-    """The change in a file or folder of any format; None for a whole model."""
-    return next(filter(None, (output_class(name)().stated(path) for name in FORMATS)), None)
-
-
-__all__ = ["ModelOutput", "Output", "Update", "output_class", "output_of", "stated_in"]
+__all__ = ["ModelOutput", "Output", "Update", "output_class", "output_of"]

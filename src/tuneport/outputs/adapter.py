@@ -18,12 +18,11 @@ from ..io.output import new_folder
 from ..io.tensors import LazyTensors
 from ..methods import Method, name_of
 from ..models.base import Model
-from ..models.change import stated_base
 from ..models.open import open_model
 from ..models.weights import Scaled
 from ..pairing import Plan
 from ..report.record import Record, write_record
-from ..task_vectors.lora_format import is_adapter, open_adapter, write_adapter
+from ..task_vectors.lora_format import write_adapter
 from ..task_vectors.lora_read import task_vector_of, transposed_weights, whole_tensors
 from ..task_vectors.lora_write import (
     UNCUT,
@@ -37,7 +36,7 @@ from ..task_vectors.lora_write import (
     vllm_refusals,
 )
 from ..task_vectors.vector import TaskVector, account
-from .base import TEXTS, Output, Stated, Texts, Update, update_bytes, write_texts
+from .base import TEXTS, Output, Texts, Update, update_bytes, write_texts
 
 TASKS = {  # of peft, by the ends of names of classes
     "ForSequenceClassification": "SEQ_CLS",
@@ -118,9 +117,6 @@ class AdapterOutput(Output):
             write_record(folder / "tuneport.json", record)
         return record
 
-    def stated(self, out: Path) -> Stated | None:
-        return (open_adapter(out), stated_base(out)) if is_adapter(out) else None
-
     def next_commands(self, record: Record) -> list[str]:
         """Also a question to a decoder, and what loads the adapter."""
         out, about = record["out"], record["adapter"]
@@ -128,7 +124,7 @@ class AdapterOutput(Output):
         lines += [["python", str(Path(out, LOADER))]] if about.get("loader") else []
         return [*super().next_commands(record), *map(shlex.join, lines)]
 
-    def written(self, update: Update) -> Mapping[str, Tensor]:
+    def new_parameters(self, update: Update) -> Mapping[str, Tensor]:
         target = update.target
         base, adapter = target.stored_parameters(), self.packed(update).adapter
         vector = task_vector_of(adapter, base, transposed=transposed_weights(target.module), head=target.head)

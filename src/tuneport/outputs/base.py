@@ -20,7 +20,6 @@ from ..io.places import companion_bytes, copy_companions, local
 from ..io.tensors import check_unquantised, describe
 from ..methods import Method
 from ..models.base import Model
-from ..models.change import is_task_vector, stated_base
 from ..models.open import open_stored, path_of
 from ..models.weights import Scaled
 from ..pairing import Plan
@@ -28,12 +27,10 @@ from ..report.card import model_card
 from ..report.page import report_page
 from ..report.record import Record, to_json, write_record
 from ..report.summary import data_reference, evaluate_command
-from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import Part, TaskVector, load_task_vector, save_task_vector
 from ..types import FORMATS
 
 Texts = Mapping[str, str] | None  # by file name, beside the weights
-Stated = tuple[Adapter | TaskVector, str | None]  # the change in an output, and the base that the output names
 TEXTS = 2**20  # bytes that card, record and report take at most, except for models of thousands of layers
 
 
@@ -99,17 +96,12 @@ class Output(ABC):
         """The run record of an output; an error of any kind if there is none."""
         return read_record(out)
 
-    def stated(self, out: Path) -> Stated | None:
-        """The change in an output of this format; None if it is no such output, or a whole model."""
-        del out
-        return None
-
     def next_commands(self, record: Record) -> list[str]:
         """Commands that work on a written output: its evaluation, if the data allow it."""
         place = data_reference(record)
         return [evaluate_command(record, record["out"], place)] if "protocol" in record["data"] and place else []
 
-    def written(self, update: Update) -> Mapping[str, Tensor]:
+    def new_parameters(self, update: Update) -> Mapping[str, Tensor]:
         """The parameters that `write` changes, by live names, as they are read from what it writes."""
         return (update.vector * update.scale).apply_to(update.target.stored_parameters())
 
@@ -208,9 +200,6 @@ class TaskVectorOutput(Output):
             about = {"base": base, "base_fingerprint": weights_fingerprint(open_stored(local(base)).tensors)}
         save_task_vector(out, vector, {**about, "merged": to_json(record)}, overwrite=overwrite)
         return record
-
-    def stated(self, out: Path) -> Stated | None:
-        return (load_task_vector(out), stated_base(out)) if is_task_vector(out) else None
 
     def rewrite(self, out: Path, record: Record, library: str | None) -> None:
         del library

@@ -11,27 +11,18 @@ from torch import Tensor
 
 from ..config import ApplyConfig, ExtractConfig, MergeConfig
 from ..errors import CheckpointError, first_of
-from ..io.checkpoint import open_checkpoint
 from ..io.fingerprint import same_weights, weights_fingerprint
 from ..io.output import check_new
 from ..io.places import check_no_parts, local
 from ..io.tensors import check_finite, describe
 from ..measure.fitted_heads import is_head
-from ..models.change import (
-    between,
-    check_changes,
-    exclude_note,
-    is_task_vector,
-    names_of,
-    opened,
-    stated_base,
-    stated_fingerprint,
-)
+from ..models.change import between, check_changes, exclude_note, names_of
 from ..models.open import open_model, open_stored, path_of
 from ..outputs import ModelOutput, output_of
 from ..report.provenance import files_identity, identity_of, package_version, versions
-from ..task_vectors.lora_format import Adapter, is_adapter, open_adapter
+from ..task_vectors.lora_format import Adapter
 from ..task_vectors.lora_read import as_lora, task_vector_of, transposed_weights
+from ..task_vectors.stored import StoredChange, stored_change, stored_task_vector
 from ..task_vectors.vector import TaskVector, load_task_vector, save_task_vector
 from ..task_vectors.vector import merge as merge_vectors
 from ..types import Events
@@ -69,10 +60,24 @@ def extract_to_file(
 
 
 def _extract(base: str | Path, finetuned: str | Path, exclude: Sequence[str]) -> TaskVector:
-    base, finetuned = local(base), local(finetuned)
+    finetuned = local(finetuned)
+    stored = stored_change(finetuned)
+    if stored is not None and isinstance(stored.change, TaskVector):
+        raise CheckpointError(f"{finetuned} is a change of a model already: there is nothing to extract.")
+    return _difference(finetuned, stored, base, exclude)
+
+
+def _difference(
+    finetuned: Path, stored: StoredChange | None, base: str | Path | None, exclude: Sequence[str]
+) -> TaskVector:
+    """What a fine-tune changes in a base, by the names in its files; a stored task vector needs no base."""
+    change = None if stored is None else stored.change
+    if isinstance(change, TaskVector):
+        return _without(change, exclude)
+    base = local(str(base))
     tensors = open_stored(base).tensors
-    if is_adapter(finetuned):
-        vector = _without(_extract_adapter(base, tensors, open_adapter(finetuned)), exclude)
+    if change is not None:
+        vector = _without(_extract_adapter(base, tensors, change), exclude)
     else:
         check_no_parts(finetuned)
         vector = between(tensors, open_stored(finetuned).tensors, exclude)
@@ -114,12 +119,13 @@ def apply(
     config = ApplyConfig.of(**options)
     file = None if isinstance(vector, TaskVector) else Path(vector)
     check_new(out, config.overwrite, inputs=[*([] if file is None else [file]), path_of(base)])
-    loaded = vector if isinstance(vector, TaskVector) else load_task_vector(vector)
-    about = {"name": "TaskVector"} if file is None else files_identity(file, [file])
+    loaded = vector if isinstance(vector, TaskVector) else stored_task_vector(vector)
+    stored = None if file is None else stored_change(file)
+    about = {"name": "TaskVector"} if file is None or stored is None else files_identity(file, stored.files)
     record = {"command": "apply", "scale": config.scale, "vector": about, "out": str(out), "tensors": len(loaded)}
     record |= _made_of(base)
     ModelOutput().write_change(Path(out), loaded, str(base), record, config.overwrite, config.scale)
-    stated = "" if file is None else open_checkpoint(file).metadata.get("base_fingerprint", "")
+    stated = "" if stored is None else stored.base_fingerprint
     if stated and same_weights(stated, open_stored(local(base)).tensors) is False and events is not None:
         events.note(f"{vector} was made for other weights than those of {base}")
     return Path(out)
@@ -160,17 +166,16 @@ def merge(
     items, output = [local(item) for item in finetuned], output_of(config)
     paths = [path_of(item) for item in (*items, base) if item is not None]
     output.check_place(Path(out), config.overwrite, inputs=paths)
-    base = base or next((found for item in items if (found := stated_base(item))), None)
-    if base is None and (output.asks_base or not all(map(is_task_vector, items))):
+    stored = [stored_change(item) for item in items]
+    base = base or next((found.base for found in stored if found is not None and found.base), None)
+    need_base = any(found is None or isinstance(found.change, Adapter) for found in stored)
+    if base is None and (output.asks_base or need_base):
         raise CheckpointError("the base that was fine-tuned is not known: pass it as `base`.")
-    changes = [
-        _without(load_task_vector(item), config.exclude)
-        if is_task_vector(item)
-        else _extract(str(base), item, config.exclude)
-        for item in items
-    ]
+    changes = [_difference(item, found, base, config.exclude) for item, found in zip(items, stored, strict=True)]
+    both = zip(items, stored, strict=True)
+    fingerprints = {item: _base_fingerprint(found) for item, found in both if found is not None}  # else a whole model
     if not config.accept_unlikely:
-        _check_one_base(items, changes, base)
+        _check_one_base(items, changes, base, fingerprints)
     vector = merge_vectors(changes, config.weights, rule=config.rule, density=config.density, seed=config.seed)
     record: dict[str, Any] = {
         "command": "merge",
@@ -179,14 +184,16 @@ def merge(
         "weights": list(config.weights) if config.weights is not None else [1.0] * len(items),
         "density": config.density,
         "seed": config.seed,
-        "finetuned": [identity_of(opened(item)) for item in items],
+        "finetuned": [
+            identity_of(found.change if found is not None and isinstance(found.change, Adapter) else item)
+            for item, found in zip(items, stored, strict=True)
+        ],
         "out": str(out),
         "tensors": len(vector),
         **_made_of(base),
     }
-    parts = [item for item in items if is_task_vector(item) or is_adapter(item)]  # the weights of a model tell it
-    notes = [f"{item} does not say which base it changes" for item in parts if not _base_fingerprint(item)]
-    if notes := notes + _head_notes(items, changes):
+    notes = [f"{item} does not say which base it changes" for item, found in fingerprints.items() if not found]
+    if notes := notes + _head_notes(items, stored, changes):
         record["notes"] = notes
         for note in notes:
             (events or Events()).note(note)
@@ -194,10 +201,14 @@ def merge(
     return dict(output.write_change(Path(out), vector, named, record, config.overwrite))
 
 
-def _head_notes(items: Sequence[Path], changes: Sequence[TaskVector]) -> list[str]:
+def _head_notes(
+    items: Sequence[Path], stored: Sequence[StoredChange | None], changes: Sequence[TaskVector]
+) -> list[str]:
     """Notes on heads: of adapters, that the base has no place for; of several fine-tunes, that are in one place."""
-    notes, adapters = [], [item for item in items if is_adapter(item)]
-    heads = {str(item): [name for name in open_adapter(item).tensors if is_head(name)] for item in adapters}
+    notes, heads = [], {}
+    for item, found in zip(items, stored, strict=True):
+        if found is not None and isinstance(found.change, Adapter):
+            heads[str(item)] = [name for name in found.change.tensors if is_head(name)]
     kept = {name for change in changes for name in change if is_head(name)}
     if lost := [name for name, own in heads.items() if own and not kept]:
         notes.append(f"the heads of {first_of(lost)} are left out: the base has no place for them")
@@ -210,11 +221,13 @@ def _head_notes(items: Sequence[Path], changes: Sequence[TaskVector]) -> list[st
     return notes
 
 
-def _check_one_base(items: Sequence[Path], changes: Sequence[TaskVector], base: str | Path | None) -> None:
+def _check_one_base(
+    items: Sequence[Path], changes: Sequence[TaskVector], base: str | Path | None, fingerprints: Mapping[Path, str]
+) -> None:
     """Refuse fine-tunes of different bases, by the fingerprints of their bases, or by what is left of the base."""
     stored = {} if base is None else open_stored(local(base)).tensors
     matrices = [name for name in stored if len(describe(stored, name).shape) > 1]
-    known = {item: found for item in items if (found := _base_fingerprint(item))}
+    known = {item: found for item, found in fingerprints.items() if found}
     for item, change in zip(items, changes, strict=True):
         if base is not None:
             other = item in known and same_weights(known[item], stored) is False
@@ -224,8 +237,8 @@ def _check_one_base(items: Sequence[Path], changes: Sequence[TaskVector], base: 
             raise CheckpointError(f"{first} and {item} change different bases: give fine-tunes of one base, {GO_ON}.")
 
 
-def _base_fingerprint(item: Path) -> str:
-    """Return the fingerprint of the base that a task vector or an adapter states, or of the base that it names."""
-    found = stated_fingerprint(opened(item))
-    named = None if found else stated_base(item)
-    return fingerprint_of(named) if named is not None and Path(named).exists() else found
+def _base_fingerprint(stored: StoredChange) -> str:
+    """Return the fingerprint of the base that a change is stored with, or of the base that it names."""
+    if not stored.base_fingerprint and stored.base is not None and Path(stored.base).exists():
+        return fingerprint_of(stored.base)
+    return stored.base_fingerprint

@@ -32,9 +32,9 @@ from ..models.generation import Prompt, Sampling, Written, generate_texts
 from ..models.heads import choose_head
 from ..models.open import as_classifier, open_model, pick_device
 from ..models.weights import put
-from ..outputs import stated_in
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.lora_read import whole_tensors
+from ..task_vectors.stored import stored_change
 from ..types import Events
 
 IMAGES, TEXTS = 128, 16  # samples per pass
@@ -139,7 +139,7 @@ def _lineage(out: str | Path) -> dict[str, tuple[str | Path, str | Path | None]]
     found: dict[str, tuple[str | Path, str | Path | None]] = {}
     tuned = places["finetuned"]
     if tuned and places["source"]:
-        found["old"] = tuned, places["source"] if stated_in(local(tuned)) is not None else None
+        found["old"] = tuned, places["source"] if stored_change(local(tuned)) is not None else None
     if places["target"]:
         found["target"] = places["target"], None
     return {**found, "new": (out, None)}
@@ -177,15 +177,14 @@ def open_written(
     `base` replaces the base that an adapter or a task vector names. A bare base gets the head of an adapter, and its
     classes the names of `classes`.
     """
-    stated = stated_in(local(reference))
-    if stated is None:
+    stored = stored_change(local(reference))
+    if stored is None:
         if base is not None:
             raise TuneportError(f"`base` goes with an adapter or a task vector, and {reference} is a model.")
         if classes is not None:
             raise OptionError(f"`classes` goes with an adapter, and {reference} is a model with classes of its own.")
         return open_model(reference, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    change, named = stated
-    base = base or named
+    change, base = stored.change, base or stored.base
     if base is None:
         raise CheckpointError(f"{reference} does not name the model that it changes: pass it as `base`.")
     model = open_model(base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -146,7 +146,7 @@ def _run_and_write(
         made: dict[Role, Result] = {"port": ported} if ported is result else {"port": ported, "distilled": result}
         models = 1 + len(made) + is_whole(setup.models.source, setup.change, config.exclude)
         events.step("scoring the test split", scoring, tested * models)
-        outputs = {role: (each.target, output.written(each.update)) for role, each in made.items()}
+        outputs = {role: (each.target, output.new_parameters(each.update)) for role, each in made.items()}
         given, name = (setup.models, setup.change, ported.setup.calibration), setup.about["finetuned"]["name"]
         try:
             found = compare(*given, outputs, on, config, name=name, progress=events.advance)

@@ -270,7 +270,7 @@ class _Routes:
 
     def score(self, name: str, result: Result) -> RouteScore:
         """Score what a route has made, as it would be written."""
-        return self._score(name, result.target, output_of(self.asked).written(result.update))
+        return self._score(name, result.target, output_of(self.asked).new_parameters(result.update))
 
     def _score(self, name: str, model: Model, tensors: Mapping[str, torch.Tensor]) -> RouteScore:
         base = None if self.neutral is None else self.neutral.base

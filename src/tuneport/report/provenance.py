@@ -26,6 +26,7 @@ from ..models.base import Model, ModelLike
 from ..models.heads import Head
 from ..models.open import open_stored
 from ..task_vectors.lora_format import Adapter
+from ..task_vectors.stored import stored_change
 from ..task_vectors.vector import TaskVector
 
 LARGEST_CARD = 2**18  # bytes of a model card that is searched for a licence
@@ -40,11 +41,12 @@ def identity_of(model: ModelLike | Adapter | TaskVector) -> dict[str, Any]:
         return identity
     if isinstance(model, (nn.Module, TaskVector)):
         return {"name": type(model).__name__}
+    held: object
     if isinstance(model, Model):
-        reference, tensors = model.name, model.weights.tensors
+        reference, held = model.name, model.weights.tensors
     else:
-        reference, tensors = str(model), open_stored(model).tensors
-    files: Iterable[Path] = getattr(tensors, "files", ())  # a live module has no files
+        reference, held = str(model), stored_change(model) or open_stored(model).tensors
+    files: Iterable[Path] = getattr(held, "files", ())  # a live module has no files
     if not files:
         return {"name": reference}
     path = Path(reference)

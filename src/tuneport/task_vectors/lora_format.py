@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,18 @@ class Adapter:
         """The task as peft calls it: SEQ_CLS, CAUSAL_LM, ..."""
         task = self.config.get("task_type")
         return getattr(task, "value", task)
+
+    @property
+    def base(self) -> str | None:
+        """The model that the adapter says that it changes."""
+        return self.config.get("base_model_name_or_path")
+
+    @property
+    def base_fingerprint(self) -> str:
+        """The fingerprint of the weights of its base, if tuneport wrote the adapter; else nothing."""
+        with suppress(TuneportError, AttributeError):
+            return str(read_record(self.files[0].parent).get("base_fingerprint", "")) if self.files else ""
+        return ""
 
 
 def is_adapter(thing: object) -> bool:
