@@ -14,7 +14,7 @@ from builders.classifiers import bert, classifier_of
 from builders.runs import Case, prepare, run
 from builders.texts import Size, bert_tokenizer, write
 from tuneport.methods import get_method
-from tuneport.pipeline.samples import draw_samples
+from tuneport.pipeline.samples import SCORED, draw_samples
 
 SMALL, LARGE = (
     folders.Size(width=8, depth=1, heads=1, image=16, seed=0),
@@ -42,8 +42,8 @@ def text_case(place: Path, data: Any, **options: Any) -> Case:
 def redrawn(case: Case, data: Any, **options: Any) -> Case:
     """The same transfer on samples of other data."""
     case = case.using(**options)
-    signals = frozenset(get_method(case.config.method).signals)
-    calibration, _ = draw_samples(case.models, case.change, data, case.config, signals, scored=True)
+    signals = get_method(case.config.method).signals | SCORED
+    calibration, _ = draw_samples(case.models, case.change, data, case.config, signals)
     return replace(case, setup=replace(case.setup, calibration=calibration))
 
 

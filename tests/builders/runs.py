@@ -23,7 +23,7 @@ from tuneport.pipeline.run import write_run
 from tuneport.pipeline.solve import measure, problem_of
 from tuneport.pipeline.transfer import Result
 from tuneport.runtime.forecast import Forecast
-from tuneport.runtime.passes import Passes, passes_of, plan_passes
+from tuneport.runtime.passes import Passes, plan_passes
 from tuneport.runtime.resume import Work
 from tuneport.task_vectors.vector import TaskVector
 from tuneport.types import Events, Loss, Sides
@@ -91,7 +91,9 @@ class Case:
 
     def using(self, **options: Any) -> Case:
         """The same transfer with other options."""
-        return replace(self, config=TransferConfig.of(**{**self.config.values(), **options}))
+        config = TransferConfig.of(**{**self.config.values(), **options})
+        scale = self.setup.scale if config.scale is None else config.scale
+        return replace(self, setup=replace(self.setup, scale=scale), config=config)
 
     def on(self, samples: Samples) -> Case:
         """The same transfer on other samples."""
@@ -204,5 +206,4 @@ def planned(
 def passes_for(case: Case, **options: Any) -> Passes:
     """How a prepared transfer is divided, with other options."""
     case = case.using(**options)
-    chooses = isinstance(case.config.scale, str)
-    return passes_of(case.measurement, case.task_vector, get_method(case.config.method), chooses_scale=chooses)
+    return case.setup.passes(case.config, get_method(case.config.method))

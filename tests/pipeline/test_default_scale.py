@@ -15,13 +15,13 @@ from builders.toy import ToyViT, batches, finetuned, loss
 from builders.twins import moved
 from tuneport.config.options import parse_scale
 from tuneport.errors import TuneportError
-from tuneport.pipeline.transfer import choose_rule, transfer
+from tuneport.pipeline.transfer import transfer
 
 
 def test_images_are_scored_with_caution(zoo: Zoo) -> None:
-    job = prepare(*zoo.trio("clip_vision"), zoo.data, samples=12)
-    assert choose_rule(job.setup, None) == "safe"
-    assert choose_rule(job.setup, 1) == 1.0, "the paper's scale is one number away"
+    trio = zoo.trio("clip_vision")
+    assert prepare(*trio, zoo.data, samples=12).setup.scale == "safe"
+    assert prepare(*trio, zoo.data, samples=12, scale=1).setup.scale == 1.0, "the paper's scale is one number away"
 
 
 @pytest.mark.parametrize("method", ["bico", "bico+", "theseus", "naive"])
@@ -37,7 +37,7 @@ def test_texts_of_a_language_model_are_scored_by_auto(tmp_path: Path) -> None:
     modules = {"base": module, "tuned": moved(module), "target": module}
     models = [write(tmp_path / name, each, words) for name, each in modules.items()]
     data = write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in SENTENCES])
-    assert choose_rule(prepare(*models, data, samples=8).setup, None) == "auto"
+    assert prepare(*models, data, samples=8).setup.scale == "auto"
 
 
 def unlabelled(folder: Path) -> Path:
@@ -48,13 +48,13 @@ def unlabelled(folder: Path) -> Path:
 @pytest.mark.parametrize(("method", "data"), [("theseus", unlabelled), ("naive", lambda _: None)])
 def test_samples_that_cannot_be_scored_leave_it_at_one(zoo: Zoo, tmp_path: Path, method: str, data: Any) -> None:
     job = prepare(*zoo.trio("clip_vision"), data(tmp_path), method=method, samples=12)
-    assert choose_rule(job.setup, None) == 1.0
+    assert job.setup.scale == 1.0
 
 
 def test_own_batches_leave_it_at_one() -> None:
     source, target = ToyViT(seed=0), ToyViT(seed=1)
     job = prepare(source, finetuned(source), target, batches(count=16, batch=8), loss=loss)
-    assert choose_rule(job.setup, None) == 1.0
+    assert job.setup.scale == 1.0
 
 
 def test_wrong_scales_are_refused() -> None:

@@ -287,7 +287,7 @@ class TestPort:
 
         def divide(cut: int) -> None:
             passes = Passes((pairs[:cut], pairs[cut:]))
-            monkeypatch.setattr("tuneport.pipeline.run.passes_of", lambda *_, **__: passes)
+            monkeypatch.setattr("tuneport.pipeline.transfer.passes_of", lambda *_, **__: passes)
 
         out = tmp_path / "out"
         divide(5)

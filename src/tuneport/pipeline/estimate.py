@@ -23,18 +23,18 @@ from ..models.open import DTYPES, outline_model
 from ..outputs import ModelOutput
 from ..pairing import Kept, Plan
 from ..runtime.forecast import Forecast
-from ..runtime.passes import Passes, passes_of, plan_passes
+from ..runtime.passes import Passes, plan_passes
 from ..task_vectors.vector import account
 from ..training.division import FEW as FEW_TAUGHT
 from ..training.division import FEW_STUDENTS, schedule_of
 from ..training.matching import BATCH, TEXT_BATCH
-from ..types import ScaleRule, Sides
+from ..types import Sides
 from .comparison import USUAL, usual_test
 from .inputs import check_weights, count_forward_passes
 from .lessons import FEW, FEWEST, HELD_OUT, MOST_HELD_OUT, MOST_SAMPLES, PORTED, views_each
 from .plan import changed_parts, make_plan, not_transported_by
 from .scale import Judge
-from .transfer import Setup, choose_rule, prepare
+from .transfer import Setup, prepare
 
 DEVICES = (1, 2, 4, 8)
 MOST = 2**24  # the largest number of texts, and of tokens in a batch, in a plan
@@ -121,9 +121,9 @@ def check_same_shapes(setup: Setup) -> None:
 
 def describe(setup: Setup, config: MeasureConfig, *, tested: int = 0) -> dict[str, Any]:
     """What a checked transfer would do and need; `tested` samples of a test split are scored."""
-    method, scale, change = get_method(config.method), choose_rule(setup, config.scale), setup.change
+    method, change = get_method(config.method), setup.change
     measurement, plan, models = setup.measurement(config, method), setup.plan, setup.models
-    passes = passes_of(measurement, change.vector, method, chooses_scale=isinstance(scale, str))
+    passes = setup.passes(config, method)
     within: dict[str, Any] = {}
     if config.memory_budget is not None:
         within = {**_bytes(passes), "home": "files" if models.target.weights.offloaded else "RAM"}
@@ -157,13 +157,13 @@ def describe(setup: Setup, config: MeasureConfig, *, tested: int = 0) -> dict[st
         **tokenizers,
         "expected": {
             "statistics_bytes": statistics_bytes(measurement),
-            "answers": count_answers(setup, scale, tested, config.exclude)._asdict(),
+            "answers": count_answers(setup, tested, config.exclude)._asdict(),
             **within,
         },
     }
 
 
-def count_answers(setup: Setup, scale: float | ScaleRule, tested: int, exclude: Sequence[str] = ()) -> Sides[int]:
+def count_answers(setup: Setup, tested: int, exclude: Sequence[str] = ()) -> Sides[int]:
     """The samples that each model answers in forward passes of their own.
 
     The source and its fine-tune answer all samples before anything is measured. Every candidate scale answers them: of
@@ -174,7 +174,7 @@ def count_answers(setup: Setup, scale: float | ScaleRule, tested: int, exclude: 
     (source, target), change, calibration = setup.models, setup.change, setup.calibration
     judge = Judge(target, calibration, ModelOutput(), change.fits_head)
     count, fits = len(calibration.samples), 1 if change.fits_head else 0
-    candidates = len(judge.candidates) * judge.passes if isinstance(scale, str) else 0
+    candidates = len(judge.candidates) * judge.passes if setup.rule is not None else 0
     of_source = count_forward_passes(source, change, calibration, exclude)
     of_source += tested if is_whole(source, change, exclude) else 0
     bare = 1 if tested and is_bare(target, fits=change.fits_head) else 0

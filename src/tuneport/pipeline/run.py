@@ -20,15 +20,16 @@ from ..models.change import is_whole
 from ..models.open import path_of
 from ..outputs import Output, Update, output_of
 from ..processes import by_first, ranks
-from ..runtime.passes import Costs, Passes, passes_of
+from ..runtime.passes import Costs, Passes
 from ..runtime.resume import Work, fingerprint
 from ..training.division import FEW, FEW_STUDENTS
 from ..types import FORMATS, Events, ScaleRule
 from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, summarize, usual_test
 from .evaluate import open_written, with_protocol
 from .inputs import conditions_of, count_forward_passes
+from .samples import SCORED
 from .scale import Judge
-from .transfer import Result, Setup, choose_rule, prepare, run
+from .transfer import Result, Setup, prepare, run
 
 TAUGHT = 64  # samples of a step of distillation, as a rule
 
@@ -45,7 +46,8 @@ def run_to_folder(inputs: TransferInputs, config: TransferConfig, events: Events
     out, output = Path(inputs.out), output_of(config)
     with claimed_by_first(out):
         check_out(out, output, config, inputs.source, *inputs.finetuned, inputs.target, inputs.data, config.head)
-        setup = prepare(*given, config, tested=labelled or None)
+        signals = get_method(config.method).signals | (SCORED if labelled else frozenset())
+        setup = prepare(*given, config, signals=signals, optional=SCORED)
         setup = replace(setup, about=with_protocol(setup.about, setup.models.target, inputs.data, config))
         if config.evaluate is None:
             test = usual_test(setup.models.target, setup.calibration, inputs.data, config.columns)
@@ -96,7 +98,7 @@ def write_run(
 
     The data `test` are scored, or it says why there are none.
     """
-    method, output, scale = get_method(config.method), output_of(config), choose_rule(setup, config.scale)
+    method, output = get_method(config.method), output_of(config)
     update = Update(setup.models.target, setup.change.vector, fits_head=setup.change.fits_head)
     method.check(setup.plan)
     output.check(setup.plan, update, method)
@@ -107,9 +109,9 @@ def write_run(
     for text in setup.notes:
         events.note(text)
     on = _to_score(setup, config, test, events)
-    if config.scale is None and isinstance(scale, float):
+    if config.scale is None and setup.rule is None:
         events.note("the scale is 1, as in the paper: no sample can be scored to choose it")
-    work = Work(out, conditions_of(setup.about, config, method=name_of(method), scale=scale), config.save_every)
+    work = Work(out, conditions_of(setup.about, config, method=name_of(method), scale=setup.scale), config.save_every)
     if config.resume and (done := finished(work, output)) is not None:
         events.note(f"{out} was complete already")
         if isinstance(on, str) or done.get("evaluation", {}).get("samples") == len(on.test):
@@ -132,10 +134,10 @@ def write_run(
 def _run_and_write(
     setup: Setup, config: TransferConfig, work: Work, on: Unseen | str, events: Events
 ) -> Mapping[str, Any]:
-    output, scale = output_of(config), choose_rule(setup, config.scale)
+    output = output_of(config)
     untested, tested = (on, 0) if isinstance(on, str) else ("", len(on.test))
-    passes = _passes(setup, config, scale, events)
-    units, distilling, scoring = _units(setup, config, scale, passes, tested=tested)
+    passes = _passes(setup, config, events)
+    units, distilling, scoring = _units(setup, config, passes, tested=tested)
     events.plan(units)
     ported = result = run(setup, config, passes=passes, work=work, events=events)
     if config.distill is not None:
@@ -153,15 +155,13 @@ def _run_and_write(
         except DataError as error:  # the port is not lost for it
             untested = _reason(error, events)
     events.step("writing")
-    record = {**result.record, **_outcome(result.record, found, result.scale, scale, untested)}
+    record = {**result.record, **_outcome(result.record, found, result.scale, setup.rule, untested)}
     return by_first(lambda: replace(result, record=record).write(work.out))
 
 
-def _passes(setup: Setup, config: TransferConfig, scale: float | ScaleRule, events: Events) -> Passes:
+def _passes(setup: Setup, config: TransferConfig, events: Events) -> Passes:
     """The passes that the memory needs, and how much work there is."""
-    method = get_method(config.method)
-    vector, chooses = setup.change.vector, isinstance(scale, str)
-    passes = passes_of(setup.measurement(config, method), vector, method, chooses_scale=chooses)
+    passes = setup.passes(config, get_method(config.method))
     runs = len(passes.groups)
     words = f"{runs} runs" if runs > 1 else "one run"
     if config.memory_budget is None and runs > 1:
@@ -175,16 +175,14 @@ def _passes(setup: Setup, config: TransferConfig, scale: float | ScaleRule, even
     return passes
 
 
-def _units(
-    setup: Setup, config: TransferConfig, scale: float | ScaleRule, passes: Passes, *, tested: int
-) -> tuple[float, float, float]:
+def _units(setup: Setup, config: TransferConfig, passes: Passes, *, tested: int) -> tuple[float, float, float]:
     """What a transfer costs as `Costs` counts: all of it, its distillation, and the scores of a test split."""
     measurement, pairs = setup.measurement(config, get_method(config.method)), setup.plan.pairs
     costs, count = Costs.of(measurement), len(setup.calibration.samples)
     asked = count_forward_passes(setup.models.source, setup.change, setup.calibration, config.exclude)
     whole = asked * costs.answer.source + costs.solve(pairs)
     whole += sum(count * costs.measure(group) for group in passes.groups)
-    if isinstance(scale, str):
+    if setup.rule is not None:
         judge, halves = Judge(setup.models.target, setup.calibration, output_of(config)), measurement.halves()
         whole += costs.answer.target * judge.passes * judge.usually * count
         whole += (1 if halves[0] is halves[1] else 2) * costs.solve(pairs)
@@ -219,7 +217,7 @@ def _score_finished(
     setup: Setup, out: Path, config: TransferConfig, done: dict[str, Any], on: Unseen
 ) -> Mapping[str, Any]:
     """Score an output that is there already, and write what it has come to into its record, card and report."""
-    target, output, scale = setup.models.target, output_of(config), choose_rule(setup, config.scale)
+    target, output = setup.models.target, output_of(config)
     dtype = next(target.module.parameters()).dtype
     base = None if FORMATS[config.as_].whole else done["target"].get("path")
     model = replace(open_written(out, base, device=target.device, dtype=dtype), name=target.name)
@@ -231,18 +229,18 @@ def _score_finished(
     calibration = replace(setup.calibration, samples=samples)
     name = setup.about["finetuned"]["name"]
     found = compare(setup.models, setup.change, calibration, {role: (model, {})}, on, config, name=name)
-    strength = done["scale"] if role == "port" else 1.0
-    record = {**done, **_outcome(done, found, strength, scale, "")}
+    scale = done["scale"] if role == "port" else 1.0
+    record = {**done, **_outcome(done, found, scale, setup.rule, "")}
     by_first(lambda: output.rewrite(out, record, target.weights.library))
     return record
 
 
 def _outcome(
-    record: Mapping[str, Any], found: Comparison | None, strength: float, scale: float | ScaleRule, reason: str
+    record: Mapping[str, Any], found: Comparison | None, scale: float, rule: ScaleRule | None, reason: str
 ) -> dict[str, Any]:
     """What the record says of the scores, and of what the transfer has come to."""
-    rule, distilled = scale if isinstance(scale, str) else None, bool(record.get("distilled", {}).get("best"))
-    told = summarize(found, scale=strength, rule=rule, head="head" in record, distilled=distilled, reason=reason)
+    distilled = bool(record.get("distilled", {}).get("best"))
+    told = summarize(found, scale=scale, rule=rule, head="head" in record, distilled=distilled, reason=reason)
     return {**({} if found is None else found.record()), **asdict(told)}
 
 

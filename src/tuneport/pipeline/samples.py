@@ -45,13 +45,11 @@ def draw_samples(
     data: Data | None,
     config: MeasureConfig,
     signals: frozenset[Signal],
-    *,
-    scored: bool | None = False,
+    optional: frozenset[Signal] = frozenset(),
 ) -> tuple[Calibration, dict[str, Any]]:
     """Read the training split once, draw samples, and choose the objective, the losses and the heads.
 
-    `scored` says whether samples will be scored by a loss, also where none of the `signals` needs one; None: where they
-    can be.
+    The `signals` are needed; the `optional` ones are left out where the data or the models do not have them.
 
     Returns:
         The calibration, and what was read and drawn, for the record.
@@ -66,11 +64,11 @@ def draw_samples(
             return where.read("train", labelled=False, columns=config.columns)
         return data if isinstance(data, Dataset) else None
 
-    more = signals if scored is False else signals | SCORED
+    more = signals | optional
     try:
         question = _ask(data, read, models, change, more, config)
     except TuneportError:
-        if scored is not None or more == signals:
+        if more == signals:
             raise
         more, question = signals, _ask(data, read, models, change, signals, config)
     losses = _losses(models, question, more)

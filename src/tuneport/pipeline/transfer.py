@@ -39,7 +39,7 @@ from ..types import Events, ScaleRule, Sides, Signal
 from .comparison import summarize
 from .inputs import check_inputs, conditions_of, count_forward_passes, describe_inputs, open_models, read_change
 from .plan import changed_parts, make_plan, not_transported_by
-from .samples import Data, are_samples, draw_samples
+from .samples import SCORED, Data, are_samples, draw_samples
 from .scale import Judge
 from .solve import Solution, solve
 
@@ -55,10 +55,16 @@ class Setup:
     plan: Plan
     calibration: Calibration
     about: Mapping[str, Any]  # options, inputs with their SHA-256, and notes, for the record
+    scale: float | ScaleRule = 1.0  # a number, or the rule that chooses it on the samples
 
     def __repr__(self) -> str:
         names = " to ".join(model.name for model in self.models)
         return f"Setup({names}: {self.plan!r}, {len(self.calibration.samples)} samples)"
+
+    @property
+    def rule(self) -> ScaleRule | None:
+        """The rule that chooses the scale on the samples, if one does."""
+        return self.scale if isinstance(self.scale, str) else None
 
     @property
     def notes(self) -> list[str]:
@@ -80,6 +86,11 @@ class Setup:
         device = pick_device(config.device) if config.memory_budget is not None else None
         limits = Limits(config.max_tokens, config.memory_budget, device, seed=config.seed)
         return Measurement(self.models, self.plan, replace(self.calibration, signals=method.signals), limits)
+
+    def passes(self, config: MeasureConfig, method: Method) -> Passes:
+        """Which layers are measured together: what the memory needs."""
+        chooses = self.rule is not None
+        return passes_of(self.measurement(config, method), self.change.vector, method, chooses_scale=chooses)
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,19 +278,24 @@ def prepare(
     config: MeasureConfig,
     *,
     signals: frozenset[Signal] | None = None,
-    tested: bool | None = False,
+    optional: frozenset[Signal] = frozenset(),
 ) -> Setup:
-    """Open everything, pair the layers and draw the samples; nothing is measured.
+    """Open everything, pair the layers, draw the samples and decide on the scale; nothing is measured.
 
-    `signals` are those of several methods, in place of those of the method of the options. `tested` says whether a
-    labelled test split will be scored, which needs a head or a loss; None: if it can be.
+    `signals` are needed, in place of those of the method of the options; `optional` ones are prepared if they can be.
     """
-    wanted = get_method(config.method).signals if signals is None else signals
+    needed = get_method(config.method).signals if signals is None else signals
+    if isinstance(config.scale, str) or (isinstance(config, TransferConfig) and config.distill is not None):
+        needed |= SCORED
+    elif config.scale is None:
+        optional |= SCORED
     models = open_models(source, target, config)
     models, change = read_change(models, finetuned, config, has_samples=are_samples(data))
-    calibration, drawn = draw_samples(models, change, data, config, wanted, scored=_scored(config, tested))
+    calibration, drawn = draw_samples(models, change, data, config, needed, optional)
     plan = make_plan(models, change.vector, config, models.target.head if change.fits_head else frozenset())
-    return Setup(models, change, plan, calibration, describe_inputs(models, change, plan, calibration, drawn, config))
+    about = describe_inputs(models, change, plan, calibration, drawn, config)
+    scale = _usual_scale(models, calibration) if config.scale is None else config.scale
+    return Setup(models, change, plan, calibration, about, scale)
 
 
 def run(
@@ -296,11 +312,11 @@ def run(
     and gives back what an earlier run under the same conditions has measured.
     """
     method, output, change = get_method(config.method), output_of(config), setup.change
-    scale, events = choose_rule(setup, config.scale), events or Events()
+    events = events or Events()
     measurement = setup.measurement(config, method)
     started = time.perf_counter()
     if passes is None:
-        passes = passes_of(measurement, change.vector, method, chooses_scale=isinstance(scale, str))
+        passes = setup.passes(config, method)
     asked = count_forward_passes(setup.models.source, change, setup.calibration, config.exclude)
     events.step("asking the fine-tuned source", asked * Costs.of(measurement).answer.source, asked)
     checked = check_inputs(setup.models.source, change, setup.plan, setup.calibration, config, events.advance)
@@ -309,15 +325,15 @@ def run(
     samples = with_teacher_scores(setup.models, change, setup.calibration.samples, checked.scores)
     measurement = replace(measurement, calibration=replace(measurement.calibration, samples=samples))
     judge = Judge(setup.models.target, measurement.calibration, output, change.fits_head)
-    solution = solve(measurement, change, method, scale, judge, passes=passes, work=work, events=events)  # lines 3 to 9
+    # lines 3 to 9
+    solution = solve(measurement, change, method, setup.scale, judge, passes=passes, work=work, events=events)
     _check_moved(change, solution.transfer)
     head = _refitted(judge, solution)
     setup = replace(setup, calibration=measurement.calibration)
-    rule = scale if isinstance(scale, str) else None
     facts = {
-        **asdict(summarize(None, scale=solution.scale, rule=rule, head=bool(head))),
+        **asdict(summarize(None, scale=solution.scale, rule=setup.rule, head=bool(head))),
         "sanity": checked.record(None if head else solution.choice),
-        "fingerprint": fingerprint(conditions_of(setup.about, config, method=name_of(method), scale=scale)),
+        "fingerprint": fingerprint(conditions_of(setup.about, config, method=name_of(method), scale=setup.scale)),
     }
     return _result(setup, config, solution, head, facts, time.perf_counter() - started)  # line 11
 
@@ -376,26 +392,17 @@ def _layer_entries(plan: Plan, layers: Iterable[LayerRecord]) -> list[dict[str, 
     return found
 
 
-def _scored(config: MeasureConfig, tested: bool | None) -> bool | None:
-    """Whether samples are scored: to choose a scale, for an evaluation or a distillation; None: if they can be."""
-    if tested or isinstance(config.scale, str) or (isinstance(config, TransferConfig) and config.distill is not None):
-        return True
-    return None if tested is None or config.scale is None else False
-
-
-def choose_rule(setup: Setup, scale: float | ScaleRule | None) -> float | ScaleRule:
-    """The scale that was asked for; else a rule that chooses it where samples can be scored, else 1 as in the paper.
+def _usual_scale(models: Sides[Model], calibration: Calibration) -> float | ScaleRule:
+    """A rule that chooses the scale where samples can be scored, else 1 as in the paper.
 
     Samples can be scored if they have classes or are predicted token by token, by whole models. The rule for images is
     "safe", for texts "auto".
     """
-    if scale is not None:
-        return scale
-    heads, losses = setup.calibration.heads, setup.calibration.losses
+    heads, losses = calibration.heads, calibration.losses
     judged = heads is not None or (losses is not None and isinstance(losses.target, TokenLoss))
-    if not judged or any(model.weights.offloaded for model in setup.models):
+    if not judged or any(model.weights.offloaded for model in models):
         return 1.0
-    return "safe" if setup.models.target.inputs.kind == "image" else "auto"
+    return "safe" if models.target.inputs.kind == "image" else "auto"
 
 
 def _check_moved(change: Change, done: Transfer) -> None:

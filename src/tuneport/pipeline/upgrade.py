@@ -286,7 +286,8 @@ class _Routes:
         """Make what a route makes; `port` and `rows` are what earlier ones have made."""
         if name == "copy":
             check_same_shapes(self._paired)
-            return run(self._paired, replace(self.asked, method="naive", scale=1.0), events=self.lessons.events)
+            setup, asked = replace(self._paired, scale=1.0), replace(self.asked, method="naive", scale=1.0)
+            return run(setup, asked, events=self.lessons.events)
         if name == "port":
             return self._port()
         lessons = self.lessons.of(name)
