@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..config import DistillConfig, MeasureConfig, PlanConfig, UpgradeConfig
+from ..data.dataset import DEFAULT_SAMPLES
 from ..data.tasks import read_data
 from ..errors import MethodError, TuneportError, first_of
 from ..measure.fitted_heads import is_bare
@@ -280,7 +281,7 @@ def _fetched_weights(model: Model) -> int:
 
 def measurement_of_shapes(source: str | Path, target: str | Path, config: PlanConfig) -> Measurement:
     """A measurement of two text models from their config.json alone; it can be planned but not run."""
-    samples, length, batch_size = config.samples or 100, config.length, config.batch_size
+    samples, length, batch_size = config.samples or DEFAULT_SAMPLES, config.length, config.batch_size
     if min(samples, length, batch_size) < 1 or max(samples, batch_size * length) > MOST:
         raise TuneportError(
             f"{samples} texts of {length} tokens in batches of {batch_size}: plan for one text or more, and for {MOST} "
