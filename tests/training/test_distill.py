@@ -657,5 +657,8 @@ def test_a_batch_is_the_size_that_is_given_and_held_out_samples_are_answered_onc
     assert found["batch_size"] == 5
 
 
-def test_the_warm_up_is_part_of_the_schedule() -> None:
-    assert Schedule(300, warmup=10).rate(9) == Schedule(300).learning_rate
+def test_a_tenth_of_the_steps_warms_up(ported: Result) -> None:
+    schedule = division.schedule_of(DistillConfig(steps=300), ported.setup.models.target, 128, 1)
+    rates = [schedule.rate(step) / schedule.learning_rate for step in range(300)]
+    assert rates[:3] == pytest.approx([1 / 30, 2 / 30, 3 / 30])
+    assert rates[28] < rates[29] == 1.0 > rates[31]

@@ -19,7 +19,7 @@ from builders.folders import Zoo
 from builders.samples import raises
 from builders.texts import SENTENCES, Size, bert_tokenizer, gpt_tokenizer, make, t5_tokenizer, write
 from tuneport.data.answers import without_labels
-from tuneport.data.dataset import Dataset
+from tuneport.data.dataset import UNLABELLED, Dataset
 from tuneport.data.formats import read_plain
 from tuneport.measure.objectives import choose_objective
 from tuneport.measure.samples import DatasetSamples
@@ -200,6 +200,20 @@ class TestTokens:
             expected = float(model(ids, labels=ids).loss)
         # float32 logits of some ten tokens, summed in another order
         assert float(judged(*answers(samples))) == pytest.approx(expected, rel=1e-5)
+
+    @pytest.mark.parametrize("rows", [300, 320])
+    def test_written_answers_judge_a_student_by_the_tokens_that_it_would_not_write(
+        self, tmp_path: Path, rows: int
+    ) -> None:
+        """With one tokenizer and with two; a token that is padded counts for nothing."""
+        source = write(tmp_path / "source", make("gpt2", vocab_size=rows), gpt_tokenizer(rows))
+        target = write(tmp_path / "target", make("gpt2", OTHER, vocab_size=320), gpt_tokenizer(320))
+        data = Dataset(inputs=[SENTENCES[0]], labels=None, classes=(), answers="teacher")
+        found = matching_of(drawn(source, target, data))
+        scores = torch.eye(5)[torch.tensor([[1, 2, 3], [4, 0, 0]])]
+        labels = torch.tensor([[1, 2, 0], [3, UNLABELLED, UNLABELLED]])
+        assert found.exam is not None
+        assert float(found.exam(None, (scores, labels, 0))) == 0.5
 
     @pytest.mark.parametrize("rows", [300, 320])
     def test_a_text_of_one_token_has_nothing_to_compare(self, tmp_path: Path, rows: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from builders.texts import make, t5_tokenizer, write
 from tuneport.config import DistillConfig
 from tuneport.data.dataset import Dataset
 from tuneport.models.base import Model
+from tuneport.models.generation import Sampling, Written, generate_texts
 from tuneport.models.open import open_model
 from tuneport.pipeline.lessons import samples_of
 from tuneport.task_vectors.vector import TaskVector
@@ -62,6 +65,20 @@ def test_the_anchor_is_zero_at_the_start_and_grows(models: Sides[Model]) -> None
                 parameter.mul_(1.2)
             found.append(float(anchors.anchor(student, 0)))
     assert 1e-3 < found[0] < found[1]
+
+
+def test_no_more_passages_are_written_than_anchor(models: Sides[Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def watched(model: Model, prompts: Sequence[str], sampling: Sampling) -> list[Written]:
+        asked.append(len(prompts))
+        return generate_texts(model, prompts, sampling)
+
+    monkeypatch.setattr(neutral, "generate_texts", watched)
+    monkeypatch.setattr(neutral, "WRITTEN", 12)
+    for steps in (0, 2, 3, 4):
+        Neutral(models.target, steps).prepare()
+    assert asked == [0, 8, 12, 12]
 
 
 def test_the_anchor_counts_all_tokens(models: Sides[Model], monkeypatch: pytest.MonkeyPatch) -> None:

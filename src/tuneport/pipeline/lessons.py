@@ -34,7 +34,7 @@ HELD_OUT, MOST_HELD_OUT, FEWEST = 0.25, 400, 16  # share of the samples that jud
 MOST_SAMPLES = 2000  # own samples that are used unless more are asked for
 PORTED = 200  # samples at most that a port is measured on
 FEW = 64  # fewer own samples are all taught if written ones can judge
-VIEWS, VIEWED, MOST_VIEWED = 4, 400, 1000  # views of a prompt at most, and of all; of more prompts none
+VIEWS, VIEWED, MOST_VIEWED = 4, 400, 2000  # views of a prompt at most, and of all; of more prompts none
 Rows = NDArray[np.int64]
 
 

@@ -81,7 +81,7 @@ def distill(
     schedule = schedule_of(config, target, matching.batch_size, count, images and extra is not None)
     steps = schedule.steps
     events.plan(steps * (len(folds) + (all_own is not None)))
-    neutral = Neutral(target) if target.generates is not None else None
+    neutral = Neutral(target, math.ceil(steps / ANCHORED)) if target.generates is not None else None
     if neutral is not None:
         neutral.prepare(predicted=config.shard)
     run = _Run(samples.models, student, matching, neutral, own, fresh, events, saved)
@@ -97,8 +97,7 @@ def distill(
         if all_own is not None:
             best, last = curve.better[-1], all_own
             events.advance(steps - best)  # that are not taken
-            shorter = replace(schedule, steps=best, warmup=min(10, best // 3))
-            run.learn(all_own, shorter, set(curve.better[1:]), last=True)
+            run.learn(all_own, replace(schedule, steps=best), set(curve.better[1:]), last=True)
         run.put(run.best)
     places = np.unique(last.indices)
     beside = int((places >= own).sum())

@@ -125,7 +125,7 @@ def comparable(samples: DatasetSamples, matching: Matching, own: int) -> Dataset
 
 
 def schedule_of(config: DistillConfig, model: Model, usual: int, count: int, beside: bool = False) -> Schedule:
-    """Ten steps of warm-up, no weight decay: the start is where the student shall stay near.
+    """A tenth of the steps for the warm-up, no weight decay: the start is where the student shall stay near.
 
     The learning rate follows from the student's width unless it is given, the batch size is the `usual` one, and steps
     follow from the number of samples, and whether other images are taught `beside` the own ones.
@@ -134,4 +134,4 @@ def schedule_of(config: DistillConfig, model: Model, usual: int, count: int, bes
     steps = config.steps or min(max(round(EPOCHS * count / batch), least), MOST_STEPS)
     rate = RATE / median_low(layer.in_features for layer in model.architecture.layers)
     rate = config.learning_rate or rate * (LORA_RATE if config.lora is not None else 1.0)
-    return Schedule(steps, batch, rate, weight_decay=0.0, seed=config.seed, warmup=min(10, steps // 3))
+    return Schedule(steps, batch, rate, weight_decay=0.0, seed=config.seed)

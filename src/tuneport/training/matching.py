@@ -52,9 +52,10 @@ class Matching:
     The loss is a mean over samples or tokens, and zero where the answers are the same. `batch_size` samples make an
     update, in passes of `pass_size`. `asking` says whether the teacher judges augmented samples, plain ones at each
     step, or all of them once by scores (N, K). `exam` is the loss of held-out answers if it is another one: of class
-    probabilities as they are, since softened ones can come nearer while more samples change their class; of a student's
-    texts, whatever the teacher thinks of them. `comparable` (N,) says which samples of a batch have anything to
-    compare; None if all have. Held-out samples that are judged `apart` show how sure their mean is.
+    probabilities as they are, since softened ones can come nearer while more samples change their class; of passages,
+    whatever the teacher thinks of them; of answers that it has written, the share of tokens that the student would not
+    write. `comparable` (N,) says which samples of a batch have anything to compare; None if all have. Held-out samples
+    that are judged `apart` show how sure their mean is.
     """
 
     name: str
@@ -116,7 +117,8 @@ def matching_of(samples: DatasetSamples) -> Matching:
     if teacher.generates is not None and teacher.generates == student.generates:
         readers = [model.inputs.reader for model in samples.models]
         same = readers[0] is not None and readers[1] is not None and readers[0].same_tokens(readers[1])
-        return _of_tokens(samples.models) if same else _of_texts(samples.models)
+        exam = _other_tokens if samples.dataset.answers == "teacher" else _text_loss
+        return _of_tokens(samples.models, exam) if same else _of_texts(samples.models, exam)
     for model in samples.models:
         if model.outputs.features is None:
             raise TuneportError(f"{model.name} gives no features and has no head: there is nothing to distill.")
@@ -261,7 +263,7 @@ def _answer_loss(teacher: Tensor, student: Tensor) -> Tensor:
     return SOFT * _divergence(teacher / SOFT, student / SOFT) - own.mean()
 
 
-def _of_tokens(models: Sides[Model]) -> Matching:
+def _of_tokens(models: Sides[Model], exam: Compare) -> Matching:
     """Distributions over one vocabulary, at each token to predict."""
 
     def comparable(sides: Sides[Encoded]) -> Tensor:
@@ -276,7 +278,7 @@ def _of_tokens(models: Sides[Model]) -> Matching:
         return _same_class(*_common(teacher, student))
 
     asked: Sides[Ask] = Sides(*(partial(_tokens, model) for model in models))
-    return Matching("tokens", asked, loss, agreement, exam=_text_loss, comparable=comparable, apart=True)
+    return Matching("tokens", asked, loss, agreement, exam=exam, comparable=comparable, apart=True)
 
 
 def _tokens(model: Model, module: nn.Module, encoded: Encoded) -> Tokens:
@@ -314,16 +316,21 @@ def _text_loss(_: Tokens | None, student: Tokens) -> Tensor:
     return F.cross_entropy(widened(scores).flatten(0, 1), labels.flatten(), ignore_index=UNLABELLED)
 
 
-def _of_texts(models: Sides[Model]) -> Matching:
+def _other_tokens(_: Tokens | None, student: Tokens) -> Tensor:
+    """The share of the tokens to predict that the student would not write."""
+    scores, labels = student[:2]
+    wanted = labels != UNLABELLED
+    return (scores[wanted].argmax(-1) != labels[wanted]).float().mean()
+
+
+def _of_texts(models: Sides[Model], exam: Compare) -> Matching:
     """The texts themselves: passages, or answers that the teacher has written. The teacher says no more."""
 
     def comparable(sides: Sides[Encoded]) -> Tensor:
         return (_predicted(models.target, sides.target) != UNLABELLED).any(1)
 
     def agreement(_: None, student: Tokens) -> Tensor:
-        scores, labels = student[:2]
-        wanted = labels != UNLABELLED
-        return (scores[wanted].argmax(-1) == labels[wanted]).float().mean()
+        return 1 - _other_tokens(_, student)
 
     asked: Sides[Ask] = Sides(lambda *_: None, partial(_tokens, models.target))
-    return Matching("texts", asked, _text_loss, agreement, comparable=comparable, apart=True)
+    return Matching("texts", asked, _text_loss, agreement, exam=exam, comparable=comparable, apart=True)

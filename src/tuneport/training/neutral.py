@@ -24,7 +24,7 @@ from ..processes import divided
 
 TOLERANCE = 0.05  # by which the loss on neutral passages may be higher than the target's
 WEIGHT = 4.0  # of the anchor beside the loss of the samples
-WRITTEN, TOKENS = 48, 48  # passages that the target writes
+WRITTEN, TOKENS = 256, 48  # passages that the target writes at most: of fewer it learns the words
 LIKELY = 256  # tokens whose probabilities are kept; the others count together
 AT_ONCE = 4  # passages of a step
 
@@ -37,9 +37,10 @@ def passages() -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Neutral:
-    """The neutral passages as one language model reads them."""
+    """The neutral passages as one language model reads them, of which so many `steps` anchor a student."""
 
     model: Model
+    steps: int = 0
     _known: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -96,7 +97,8 @@ class Neutral:
         texts = list(passages()[0::2])
         if self.model.generates == "causal" and self.model.inputs.reader is not None:
             most = max(min(TOKENS, self.model.inputs.reader.limit // 2), 1)
-            found = generate_texts(self.model, [""] * WRITTEN, Sampling(most))
+            count = min(WRITTEN, AT_ONCE * self.steps)
+            found = generate_texts(self.model, [""] * count, Sampling(most))
             texts += [one.text for one in found if len(one.text.split()) > 1]
         return self._batches(texts)
 
