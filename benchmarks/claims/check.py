@@ -261,7 +261,8 @@ def corrected(page: str, known: dict[str, float], problems: list[str], name: str
         text, after, origin = found.groups()
         file, _, words = origin.partition(": ")
         if words:
-            path = RESULTS / file / "README.md" if (RESULTS / file).is_dir() else RESULTS / f"{file}.md"
+            page = RESULTS / f"{file}.md"
+            path = page if page.exists() else RESULTS / file / "README.md"
             lines = [line for line in path.read_text().splitlines() if words in line] if path.exists() else []
             if not any(re.search(rf"(?<![\d.]){re.escape(text)}(?![\d]|\.\d)", line) for line in lines):
                 problems.append(f"{name}: {text} is on no line with {words!r} of {file}")
