@@ -90,7 +90,7 @@ class TestExtra:
     @pytest.mark.parametrize("like_own", [False, True])
     @pytest.mark.parametrize(("count", "more"), [(8, 12), (12, 100), (20, 500), (49, 60), (50, 60), (300, 40)])
     def test_own_samples_are_a_fixed_share_at_least(self, models: Any, count: int, more: int, like_own: bool) -> None:
-        data = Dataset(["a"] * (count + more), None, ())
+        data = Dataset([*map(str, range(count + more))], None, ())
         samples = samples_of(models, data, None)
         wanted = Extra(Dataset(["a"] * more, None, ()), like_own)
         folds, all_own = divide(samples, count, wanted)
@@ -102,7 +102,6 @@ class TestExtra:
             assert not judges[0] & judges[1]
             assert judges[0] | judges[1] == set(range(count))
             assert abs(len(judges[0]) - len(judges[1])) <= 2
-            assert len(judges[0]) % 2 == 0, "two answers of a prompt judge the same student"
         for held_out, taught in folds:
             assert (taught.indices < count).mean() >= 1 / (OWN_OF_WRITTEN if like_own else OWN)
             assert not set(held_out.indices.tolist()) & set(taught.indices.tolist())
@@ -110,10 +109,23 @@ class TestExtra:
             written_judge = like_own and count < 50
             assert ((held_out.indices < count) != written_judge).all()
 
+    @pytest.mark.parametrize("chats", [False, True])
+    @pytest.mark.parametrize("prompts", [5, 7, 21, 55, 75])
+    def test_two_answers_of_a_prompt_judge_the_same_student(self, models: Any, prompts: int, chats: bool) -> None:
+        pairs: list[Any] = [text for text in map(str, range(prompts)) for _ in range(2)]
+        if chats:
+            asked = [{"role": "user", "content": text} for text in pairs]
+            pairs = [[one, {"role": "assistant", "content": str(row)}] for row, one in enumerate(asked)]
+        samples = samples_of(models, Dataset(pairs, None, (), targets=None if chats else pairs), None)
+        for held_out, taught in divide(samples, 2 * prompts, None).folds:
+            judge, learn = (set((part.indices // 2).tolist()) for part in (held_out, taught))
+            assert not judge & learn
+            assert judge | learn == set(range(prompts))
+
     @pytest.mark.parametrize("count", [10, 100])
     def test_views_of_samples_that_judge_are_not_taught(self, models: Any, count: int) -> None:
         places = np.random.default_rng(0).integers(0, count, 3 * count)
-        samples = samples_of(models, Dataset(["a"] * (4 * count), None, ()), None)
+        samples = samples_of(models, Dataset([*map(str, range(4 * count))], None, ()), None)
         folds, _ = divide(samples, count, Extra(Dataset(["a"] * 3 * count, None, ()), views_of=places))
         for held_out, taught in folds:
             views = taught.indices[taught.indices >= count] - count

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from statistics import median_low
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ..config import DistillConfig
+from ..data.answers import prompt_of
 from ..data.dataset import Dataset
 from ..errors import DataError
 from ..measure.samples import DatasetSamples
@@ -86,7 +87,7 @@ def divide(samples: DatasetSamples, own: int, extra: Extra | None) -> Division:
 
     if not few:
         return Division((fold(*hold_out(mine)),), None)
-    last, first = _ends(mine, len(mine) // 4 * 2)  # an even number: two answers of a prompt stay together
+    last, first = _ends(mine, len(mine) // 4 * 2)
     return Division((fold(last, first), fold(first, last)), _beside(mine, more, parts))
 
 
@@ -96,12 +97,21 @@ def hold_out(samples: DatasetSamples) -> tuple[DatasetSamples, DatasetSamples]:
 
 
 def _ends(samples: DatasetSamples, count: int) -> tuple[DatasetSamples, DatasetSamples]:
-    """The last samples, so many of them, and those before."""
+    """The last samples, so many of them, and those before; one more if two answers of a prompt would be divided."""
     if len(samples) < FEWEST:
         raise DataError(
             f"a distillation needs at least {FEWEST} samples, of which some are held out; got {len(samples)}."
         )
-    return samples.take(slice(len(samples) - count, None)), samples.take(slice(len(samples) - count))
+    first = len(samples) - count
+    if samples.dataset.kind == "text" and len({str(_asked(samples, place)) for place in (first - 1, first)}) == 1:
+        first -= 1
+    return samples.take(slice(first, None)), samples.take(slice(first))
+
+
+def _asked(samples: DatasetSamples, place: int) -> Any:
+    """What a sample asks: a text, or a chat up to the answer."""
+    sample = samples.dataset.inputs[int(samples.indices[place])]
+    return prompt_of(sample) if isinstance(sample, list) else sample
 
 
 def _beside(own: DatasetSamples, more: DatasetSamples, parts: int) -> DatasetSamples:
