@@ -23,7 +23,7 @@ from .fingerprint import digest_of
 from .output import new_file
 from .tensors import describe
 
-FORMAT = "tuneport-state-2"  # those of an older version are refused
+FORMAT = "tuneport-state-3"  # those of an older version are refused
 CONTENT = "content"  # the tensor that holds JSON
 SHARE = 10  # saving takes at most one tenth of the time
 
