@@ -53,13 +53,13 @@ def server() -> Iterator[Server]:
 def test_answers_of_the_data_are_taught_beside_those_of_the_teacher(run: Run, animals: Animals, place: Path) -> None:
     rows = [{"text": text, "target": "quack"} for text in TEXTS[:20]]
     data = write_rows(place / "rows.jsonl", rows)
-    words = lesson(animals, place / "out", "--steps", 1, "--json", data=data)
+    words = lesson(animals, place / "out", "--steps", 3, "--json", data=data)
     alone = run(*words).json["distilled"]
     assert (alone["matching"], alone["extra"]) == ("answers", 0)
     assert 0 < alone["views"] <= 4 * alone["samples"]
     both = run(*words, "--labels", "data", "--overwrite").json["distilled"]
-    assert (alone["samples"], alone["held_out"], alone["again"]) == (20, 20, 1)
-    assert (both["samples"], both["held_out"], both["again"]) == (40, 40, 1)
+    assert (alone["samples"], alone["held_out"], alone["again"]) == (20, 20, 3)
+    assert (both["samples"], both["held_out"], both["again"]) == (40, 40, 3)
     bare = run(*lesson(animals, place / "other", "--labels", "data"))
     assert_refused(bare, 1, "has no written answers")
 

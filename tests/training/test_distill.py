@@ -658,6 +658,7 @@ def test_a_batch_is_the_size_that_is_given_and_held_out_samples_are_answered_onc
 
 
 def test_a_tenth_of_the_steps_warms_up(ported: Result) -> None:
+    assert [division.warm_up(steps) for steps in (1, 9, 30, 60, 100, 300)] == [0, 3, 10, 10, 10, 30]
     schedule = division.schedule_of(DistillConfig(steps=300), ported.setup.models.target, 128, 1)
     rates = [schedule.rate(step) / schedule.learning_rate for step in range(300)]
     assert rates[:3] == pytest.approx([1 / 30, 2 / 30, 3 / 30])

@@ -37,7 +37,7 @@ from ..task_vectors.vector import TaskVector
 from ..types import Events, Sides
 from .augment import Reader
 from .captured import captured
-from .division import Extra, comparable, divide, schedule_of
+from .division import Extra, comparable, divide, schedule_of, warm_up
 from .exam import Curve, Exam, Mark, answers_of, pooled, precision
 from .loop import Pace, Schedule, run_steps
 from .matching import NONE, Matching, matching_of, unlabelled
@@ -97,7 +97,8 @@ def distill(
         if all_own is not None:
             best, last = curve.better[-1], all_own
             events.advance(steps - best)  # that are not taken
-            run.learn(all_own, replace(schedule, steps=best), set(curve.better[1:]), last=True)
+            shorter = replace(schedule, steps=best, warmup=warm_up(best))
+            run.learn(all_own, shorter, set(curve.better[1:]), last=True)
         run.put(run.best)
     places = np.unique(last.indices)
     beside = int((places >= own).sum())

@@ -135,7 +135,7 @@ def comparable(samples: DatasetSamples, matching: Matching, own: int) -> Dataset
 
 
 def schedule_of(config: DistillConfig, model: Model, usual: int, count: int, beside: bool = False) -> Schedule:
-    """A tenth of the steps for the warm-up, no weight decay: the start is where the student shall stay near.
+    """A tenth of the steps for the warm-up, no weight decay: the student shall stay near its start.
 
     The learning rate follows from the student's width unless it is given, the batch size is the `usual` one, and steps
     follow from the number of samples, and whether other images are taught `beside` the own ones.
@@ -144,4 +144,9 @@ def schedule_of(config: DistillConfig, model: Model, usual: int, count: int, bes
     steps = config.steps or min(max(round(EPOCHS * count / batch), least), MOST_STEPS)
     rate = RATE / median_low(layer.in_features for layer in model.architecture.layers)
     rate = config.learning_rate or rate * (LORA_RATE if config.lora is not None else 1.0)
-    return Schedule(steps, batch, rate, weight_decay=0.0, seed=config.seed)
+    return Schedule(steps, batch, rate, weight_decay=0.0, seed=config.seed, warmup=warm_up(steps))
+
+
+def warm_up(steps: int) -> int:
+    """A tenth of the steps; of few steps ten, but not more than a third."""
+    return min(max(10, steps // 10), steps // 3)
