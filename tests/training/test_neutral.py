@@ -76,9 +76,20 @@ def test_no_more_passages_are_written_than_anchor(models: Sides[Model], monkeypa
 
     monkeypatch.setattr(neutral, "generate_texts", watched)
     monkeypatch.setattr(neutral, "WRITTEN", 12)
-    for steps in (0, 2, 3, 4):
+    for steps in (0, 1, 2, 3, 5, 6):
         Neutral(models.target, steps).prepare()
-    assert asked == [0, 8, 12, 12]
+    assert asked == [0, 0, 4, 8, 12, 12]
+
+
+def test_every_third_anchor_is_packaged(models: Sides[Model], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turns, however many are written; the passages that judge never anchor."""
+    monkeypatch.setattr(neutral, "passages", lambda: tuple(f"{part} {at}" for at in range(8) for part in ("a", "b")))
+    monkeypatch.setattr(Neutral, "_written", lambda _: [f"w {at}" for at in range(20)])
+    monkeypatch.setattr(Neutral, "_batches", lambda _, texts: [texts[at : at + 4] for at in range(0, len(texts), 4)])
+    found = [batch[0] for batch in Neutral(models.target)._anchoring]  # type: ignore[index]
+    assert found == ["a 0", "w 0", "w 4", "a 4", "w 8", "w 12", "a 0", "w 16"]
+    monkeypatch.setattr(Neutral, "_written", lambda _: [])
+    assert [batch[0] for batch in Neutral(models.target)._anchoring] == ["a 0", "a 4"]  # type: ignore[index]
 
 
 def test_the_anchor_counts_all_tokens(models: Sides[Model], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,12 @@
 """Neutral passages: what a student has to keep while it learns.
 
-Passages that the target writes itself, and half of the packaged ones, anchor the student: there it is drawn towards the
-target's own predictions. The other half judges it: a state that has forgotten them is not kept.
+Half of the packaged passages, and twice as often those that the target writes itself, anchor the student: there it is
+drawn towards the target's own predictions. The other half judges it: a state that has forgotten them is not kept.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -94,13 +95,22 @@ class Neutral:
 
     @cached_property
     def _anchoring(self) -> list[Encoded]:
-        texts = list(passages()[0::2])
-        if self.model.generates == "causal" and self.model.inputs.reader is not None:
-            most = max(min(TOKENS, self.model.inputs.reader.limit // 2), 1)
-            count = min(WRITTEN, AT_ONCE * self.steps)
-            found = generate_texts(self.model, [""] * count, Sampling(most))
-            texts += [one.text for one in found if len(one.text.split()) > 1]
-        return self._batches(texts)
+        """In the order in which they anchor: each batch of packaged passages is followed by two of written ones."""
+        packaged, written = self._batches(passages()[0::2]), self._batches(self._written())
+        return [
+            batch
+            for at in range(max(len(packaged), math.ceil(len(written) / 2)))
+            for batch in (packaged[at % len(packaged)], *written[2 * at : 2 * at + 2])
+        ]
+
+    def _written(self) -> list[str]:
+        """Passages that the model writes, no more than anchor."""
+        if self.model.generates != "causal" or self.model.inputs.reader is None:
+            return []
+        most = max(min(TOKENS, self.model.inputs.reader.limit // 2), 1)
+        count = min(WRITTEN, AT_ONCE * (2 * self.steps // 3))
+        found = generate_texts(self.model, [""] * count, Sampling(most))
+        return [one.text for one in found if len(one.text.split()) > 1]
 
     def _batches(self, texts: Sequence[str]) -> list[Encoded]:
         reader, ordered = self.model.inputs.reader, sorted(texts, key=len)
