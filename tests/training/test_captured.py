@@ -1,10 +1,9 @@
-"""Passes that are recorded once and played again: of decoders, and the answers of towers and encoders."""
+"""Passes of a decoder that are recorded once and played again."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,20 +11,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from builders.folders import Zoo
-from builders.loras import llama
-from builders.texts import SENTENCES, bert_tokenizer, make, write
-from tuneport import transfer
+from tests.builders.loras import llama
 from tuneport.data.dataset import UNLABELLED
-from tuneport.measure.objectives import batch_for
-from tuneport.models.base import Model
 from tuneport.models.families.huggingface_generation import answer_logits
-from tuneport.models.open import open_model
-from tuneport.models.tokenizer import Encoded
-from tuneport.training import distill, division
-from tuneport.training.captured import STEP, Answers, Played, captured, captured_answers
+from tuneport.training.captured import STEP, Played, captured
 from tuneport.training.loop import Pace, Schedule, run_steps
-from tuneport.types import Sides
 
 
 class Recorded(Played):
@@ -106,45 +96,33 @@ def test_nothing_is_changed_on_a_cpu_and_all_comes_back() -> None:
     assert "forward" not in vars(model.base_model)
 
 
-def played_on_a_cpu(module: nn.Module, passed: Any, inputs: tuple[Tensor, ...]) -> Any:
-    """Reads its inputs at one place and gives gradients at one place, as a graph does each time it is played."""
-    trained = [each for each in module.parameters() if each.requires_grad and torch.is_grad_enabled()]
-    places = [torch.zeros_like(each) for each in trained]
+class Kept(Played):
+    """Gives gradients as a graph does: at the same place each time it is played."""
 
-    class Graph(torch.autograd.Function):
-        @staticmethod
-        def forward(_: Any, *given: Tensor) -> Tensor:
-            assert len(given) == len(inputs) + len(trained)
-            for place, value in zip(inputs, given[: len(inputs)], strict=True):
-                assert place.shape == value.shape
-                place.copy_(value)
-            with torch.no_grad():
-                found: Tensor = passed(*inputs)
+    def record(self, inputs: dict[str, Tensor]) -> Any:
+        names, trained = tuple(inputs), [each for each in self.body.parameters() if each.requires_grad]
+        places = [torch.zeros_like(each) for each in trained]
+
+        def run(*values: Tensor) -> Tensor:
+            found: Tensor = self.eager(**dict(zip(names, values, strict=True)), use_cache=False).last_hidden_state
             return found
 
-        @staticmethod
-        def backward(_: Any, *grads: Tensor) -> Any:
-            with torch.enable_grad():
-                found = torch.autograd.grad(passed(*inputs), trained, *grads, allow_unused=True)
-            for place, value in zip(places, found, strict=True):
-                place.copy_(torch.zeros_like(place) if value is None else value)
-            return *[None] * len(inputs), *(place.detach() for place in places)
+        class Graph(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *given: Tensor) -> Tensor:
+                ctx.inputs = given[: len(names)]
+                with torch.no_grad():
+                    return run(*ctx.inputs)
 
-    return lambda *values: Graph.apply(*values, *trained)
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> Any:
+                with torch.enable_grad():
+                    found = torch.autograd.grad(run(*ctx.inputs), trained, *grads, allow_unused=True)
+                for place, value in zip(places, found, strict=True):
+                    place.copy_(torch.zeros_like(place) if value is None else value)
+                return *[None] * len(names), *(place.detach() for place in places)
 
-
-@pytest.fixture
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """What is recorded is played on a CPU; the shapes of what is."""
-    shapes: list[tuple[int, ...]] = []
-
-    def record(module: nn.Module, passed: Any, inputs: tuple[Tensor, ...], _: Any) -> Any:
-        shapes.append(tuple(inputs[0].shape))
-        return played_on_a_cpu(module, passed, inputs)
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
-    monkeypatch.setattr("tuneport.training.captured._recorded", record)
-    return shapes
+        return lambda *values: Graph.apply(*values, *trained)
 
 
 def learn(way: Any, device: str = "cpu") -> tuple[list[float], list[Tensor]]:
@@ -165,12 +143,12 @@ def learn(way: Any, device: str = "cpu") -> tuple[list[float], list[Tensor]]:
     return losses, [each.detach().cpu() for each in model.parameters()]
 
 
-def test_gradients_at_one_place_are_summed(on_a_cpu: list[tuple[int, ...]]) -> None:
+def test_gradients_at_one_place_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuneport.training.captured.Played", Kept)
     (losses, weights), (others, moved) = learn(lambda _: nullcontext()), learn(partial(captured, devices=("cpu",)))
     assert losses == pytest.approx(others, rel=1e-5)
     for one, two in zip(weights, moved, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
-    assert on_a_cpu
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -179,105 +157,3 @@ def test_a_student_learns_the_same_from_graphs() -> None:
     assert losses == pytest.approx(others, rel=1e-3)
     for one, two in zip(weights, moved, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=2e-3)
-
-
-# --- the answers of towers and encoders
-
-
-def images(seed: int = 0, count: int = 4) -> Encoded:
-    generator = torch.Generator().manual_seed(seed)
-    return Encoded({"pixel_values": torch.rand(count, 3, 16, 16, generator=generator)}, None, ())
-
-
-def features_of(model: Model, module: nn.Module, encoded: Encoded) -> Tensor:
-    assert model.outputs.features is not None
-    found: Tensor = model.outputs.features(module, batch_for(model, encoded)[0])
-    return found
-
-
-def test_answers_are_recorded_when_a_shape_comes_back(zoo: Zoo, on_a_cpu: list[tuple[int, ...]]) -> None:
-    model = open_model(zoo.trio("clip_vision")[0])
-    with captured_answers(*both(model), devices=("cpu",)) as (_, ask), torch.no_grad():
-        for seed in range(3):
-            wanted = features_of(model, model.module, images(seed))
-            assert torch.equal(ask(model.module, images(seed)), wanted)
-            assert len(on_a_cpu) == (seed > 0)
-        ask(model.module, images(count=3))
-        assert len(on_a_cpu) == 1, "another shape"
-        kept = ask(model.module, images(1))
-        assert not torch.equal(ask(model.module, images(2)), kept), "an answer is not overwritten by the next"
-        with torch.enable_grad():
-            for _ in range(2):
-                ask(model.module, images())
-        assert len(on_a_cpu) == 2, "a pass with gradients"
-        torch.set_float32_matmul_precision("high")
-        try:
-            for _ in range(2):
-                ask(model.module, images())
-        finally:
-            torch.set_float32_matmul_precision("highest")
-        assert len(on_a_cpu) == 3, "another precision"
-
-
-def both(model: Model) -> tuple[Sides[Any], Sides[Model]]:
-    return Sides(partial(features_of, model), partial(features_of, model)), Sides(model, model)
-
-
-def test_texts_of_several_lengths_share_a_recording(tmp_path: Path, on_a_cpu: list[tuple[int, ...]]) -> None:
-    model = open_model(write(tmp_path / "bert", make("bert"), bert_tokenizer()))
-    assert model.inputs.reader is not None
-    parts = [model.inputs.reader.encode(list(SENTENCES[at : at + 2])) for at in range(0, 8, 2)]
-    with captured_answers(*both(model), devices=("cpu",)) as (_, ask), torch.no_grad():
-        for part in parts * 2:
-            encoded = Encoded(dict(part), None, ())
-            # sums of a padded row have another order
-            torch.testing.assert_close(ask(model.module, encoded), features_of(model, model.module, encoded))
-    assert {len(shape) for shape in on_a_cpu} == {2}
-    assert all(shape[1] % STEP == 0 or shape[1] == model.inputs.reader.limit for shape in on_a_cpu)
-    assert len(on_a_cpu) == len(set(on_a_cpu)) < len(parts)
-
-
-def test_answers_of_a_model_that_cannot_be_recorded_are_asked_as_they_are(
-    zoo: Zoo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(Answers, "record", broken)
-    model = open_model(zoo.trio("clip_vision")[0])
-    ask = Answers(partial(features_of, model), model)
-    for _ in range(3):
-        assert torch.equal(ask(model.module, images()), features_of(model, model.module, images()))
-    assert ask.most == 0
-
-
-@pytest.mark.parametrize("few", [0, division.FEW])
-def test_a_tower_learns_the_same_from_recorded_answers(
-    zoo: Zoo, on_a_cpu: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, few: int
-) -> None:
-    """Also if several students learn one after the other."""
-    monkeypatch.setattr(division, "FEW", few)
-    ported = transfer(*zoo.trio("clip_vision"), zoo.data, scale=1, samples=30, labels="source")
-    wanted = ported.distill(12)
-    assert not on_a_cpu
-    monkeypatch.setattr(distill, "captured_answers", partial(captured_answers, devices=("cpu",)))
-    found = ported.distill(12)
-    assert on_a_cpu
-    assert found.record["distilled"]["curve"] == wanted.record["distilled"]["curve"]
-    assert all(
-        torch.equal(found.task_vector.dense(name), wanted.task_vector.dense(name)) for name in wanted.task_vector
-    )
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_tower_learns_the_same_from_graphs(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    ported = transfer(*zoo.trio("clip_vision"), zoo.data, scale=1, samples=60, labels="source", device="cuda")
-    recorded: list[Any] = []
-    record = Answers.record
-    monkeypatch.setattr(Answers, "record", lambda *given: recorded.append(record(*given)) or recorded[-1])
-    found = ported.distill(30).record["distilled"]["curve"]
-    assert recorded
-    monkeypatch.setattr(distill, "captured_answers", partial(captured_answers, devices=()))
-    wanted = ported.distill(30).record["distilled"]["curve"]
-    for one, other in zip(found, wanted, strict=True):
-        assert one["held_out_loss"] == pytest.approx(other["held_out_loss"], rel=1e-3, abs=1e-5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,6 @@ class Head:
 
     def __repr__(self) -> str:
         return f"Head({self.name}: {len(self.classes)} classes)"
-
-    def on(self, device: torch.device) -> Head:
-        """The same head on a device, where it needs no copy for each batch."""
-        return self if self.class_embeds is None else replace(self, class_embeds=self.class_embeds.to(device))
 
     def scores(self, model: Model, module: nn.Module, batch: Batch) -> Tensor:
         """Class scores (N, classes) in float32 at least, or (N, T, classes) of a model that labels tokens."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from ..processes import by_first, divided
 from ..task_vectors.vector import TaskVector
 from ..types import Events, Sides
 from .augment import Reader
-from .captured import captured, captured_answers
+from .captured import captured
 from .division import Extra, comparable, divide, schedule_of, warm_up
 from .exam import Curve, Exam, Mark, answers_of, pooled, precision
 from .loop import Pace, Schedule, run_steps
@@ -84,15 +84,10 @@ def distill(
     neutral = Neutral(target, math.ceil(steps / ANCHORED)) if target.generates is not None else None
     if neutral is not None:
         neutral.prepare(predicted=config.shard)
-    with ExitStack() as stack:
-        stack.enter_context(frozen(samples.models.source.module))
-        if target.generates == "causal" and not config.shard:
-            stack.enter_context(captured(student))
-        if target.generates is None and not config.shard:
-            asked = stack.enter_context(captured_answers(matching.ask, samples.models))
-            matching = replace(matching, ask=asked)
-        run = _Run(samples.models, student, matching, neutral, own, fresh, events, saved)
-        del student  # where others take its place, it is not kept in memory
+    run = _Run(samples.models, student, matching, neutral, own, fresh, events, saved)
+    played = captured(student) if target.generates == "causal" and not config.shard else nullcontext()
+    del student  # where others take its place, it is not kept in memory
+    with frozen(samples.models.source.module), played:
         marks = {round(steps * part / MARKS) for part in range(1, MARKS + 1)} | {10, 30}
         stops = {mark for mark in marks if 0 < mark <= steps}
         for fold in folds:

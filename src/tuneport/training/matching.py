@@ -138,17 +138,15 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
         )
     places = numbers if unknown else [student.index(name) for name in teacher]
 
-    def ask(model: Model, head: Head, order: Tensor | None, module: nn.Module, encoded: Encoded) -> Any:
-        scores = head.scores(model, module, batch_for(model, encoded)[0])
-        scores = scores if order is None else scores.index_select(-1, order)
+    def ask(model: Model, head: Head, order: list[int] | slice, module: nn.Module, encoded: Encoded) -> Any:
+        scores = head.scores(model, module, batch_for(model, encoded)[0])[..., order]
         if model.task != "token":
             return scores
         assert encoded.inside is not None
         return scores, encoded.spans[0].masked_fill(~encoded.inside[..., None], PADDING)
 
-    orders = None, torch.tensor(places, device=models.target.device)
-    placed = [head.on(model.device) for model, head in zip(models, heads, strict=True)]
-    asked: Sides[Ask] = Sides(*(partial(ask, *each) for each in zip(models, placed, orders, strict=True)))
+    orders: Sides[list[int] | slice] = Sides(slice(None), places)
+    asked: Sides[Ask] = Sides(*(partial(ask, *each) for each in zip(models, heads, orders, strict=True)))
     size = BATCH if models.target.inputs.reader is None else TEXTS
     if models.source.regresses:
         return Matching("numbers", asked, _score_error, _explained, BATCH, size, "augmented")
