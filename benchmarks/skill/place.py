@@ -104,8 +104,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def begin_process(jobs: int) -> None:
-    """Share the processor's cores among the jobs, and draw no progress bars."""
+    """Share the processor's cores among the jobs, unless OMP_NUM_THREADS does, and draw no progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
