@@ -100,7 +100,8 @@ def towers_table(rows: Sequence[Row] | None = None) -> list[str]:
         places = [(pair, task) for task in tasks]
         lines.append(f"| {short(pair)} | " + " | ".join(_mean(found, places, arm) for arm in arms) + " |")
     lines.append("| mean | " + " | ".join(_mean(found, list(_places(found)), arm) for arm in arms) + " |")
-    shares = [[] if arm == "old" else closed(found, arm) for arm in arms]
+    whole = [arm for arm in arms if arm != "old" and _mean(found, list(_places(found)), arm) != DASH]
+    shares = [closed(found, arm) if arm in whole else [] for arm in arms]
     for words, pick in (("share of the gain, %", mean), ("its worst cell", min)):
         lines.append(f"| {words} | " + " | ".join(f"{pick(each):.0f}" if each else DASH for each in shares) + " |")
     return [*lines, "", *_made(found)]
