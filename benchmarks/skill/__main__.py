@@ -43,8 +43,7 @@ def make(options: argparse.Namespace) -> None:
     cells = to_do(wanted, rows_in(options.rows), options.small)
     if not cells:
         return
-    pairs, tasks = (list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("pair", "task"))
-    if lost := group.missing(options.models, options.shared, pairs, tasks):
+    if lost := group.lacking(options.models, options.shared, cells):
         raise SystemExit(NOT_THERE.format("\n  ".join(lost)))
     fields = ("models", "shared", "work", "device", "dtype", "autocast", "small")
     place = Place(**{name: getattr(options, name) for name in fields})

@@ -39,10 +39,12 @@ ARMS = (
     "port@100",
     "distill@100",
     "extra@100",
+    "synthetic@20",
     "upgrade@100",
 )
 TESTS, VALIDATION = 2000, 300
 EXTRA, WORDS = 1000, (5, 40)  # sentences of the Brown corpus, and how long they are
+GENERATOR = "gemma3-270m"  # the language model that writes sentences, among the encoders
 LENGTH = 128  # tokens of a text
 ROWS = 256  # texts of one pass
 WARM_UP = 0.1
@@ -236,12 +238,13 @@ def _taken(place: Place, cell: Cell, folder: Path) -> dict[str, Any]:
     data, _ = _split(cell.task)
     drawn = [text for text, _ in read(place.shared, data, place.small).draw(cell.draw or 0, cell.n or 0)]
     paths = _base(place, cell.source), place.folder(_old(cell.source, cell.task)), place.models / cell.target
-    own = _write(folder.with_name(f"{folder.name}.jsonl"), drawn)
-    extra = (
-        _write(folder.with_name(f"{folder.name}.extra.jsonl"), sentences(place.shared)) if cell.arm == "extra" else None
-    )
+    own, more = _write(folder.with_name(f"{folder.name}.jsonl"), drawn), None
+    if cell.arm == "extra":
+        more = _write(folder.with_name(f"{folder.name}.extra.jsonl"), sentences(place.shared))
+    elif cell.arm == "synthetic":
+        more = place.models / GENERATOR
     started, inputs = place.start(), Inputs(*paths, place.device, place.dtype)
-    about = take_classifier(cell, own, len(drawn), extra, inputs, folder, place.steps)
+    about = take_classifier(cell, own, len(drawn), more, inputs, folder, place.steps)
     return {**place.spent(started), "about": about}
 
 

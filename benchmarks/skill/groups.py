@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class Group:
         make_old: makes or finds an old model, and returns its scores.
         make: makes a cell, and returns its scores.
         scores: the scores of a task, the main one first.
+        also: the model that an arm needs beside those of the pair.
         whole: the score of a target that is fine-tuned on all data, where it is not that of the arm all-data.
     """
 
@@ -35,7 +36,15 @@ class Group:
     make_old: Callable[[Place, str, str], dict[str, Any]]
     make: Callable[[Place, Cell], dict[str, Any]]
     scores: Callable[[str], tuple[str, ...]] = lambda _: ("accuracy",)
+    also: Mapping[str, str] = field(default_factory=dict)
     whole: Callable[[Cell], float | None] = lambda _: None
+
+    def lacking(self, models: Path, shared: Path, cells: Sequence[Cell]) -> list[str]:
+        """What the cells need and is not there, in words."""
+        pairs, tasks = (list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("pair", "task"))
+        also = [models / name for arm, name in self.also.items() if any(cell.arm == arm for cell in cells)]
+        found = self.missing(models, shared, pairs, tasks)
+        return found + [f"model {folder}" for folder in also if not (folder / "config.json").is_file()]
 
     @property
     def tasks(self) -> list[str]:
@@ -70,7 +79,12 @@ GROUPS = {
         lambda task: SCORES.get(TASKS[task].kind, BITS),
     ),
     "classifiers": Group(
-        classifiers.GRID, classifiers.ARMS, classifiers.missing, classifiers.make_old, classifiers.make
+        classifiers.GRID,
+        classifiers.ARMS,
+        classifiers.missing,
+        classifiers.make_old,
+        classifiers.make,
+        also={"synthetic": classifiers.GENERATOR},
     ),
     "towers": Group(
         towers.GRID, towers.ARMS, towers.missing, towers.make_old, towers.make, whole=towers.fine_tuned_on_all

@@ -41,6 +41,7 @@ SHOWN = {
         "port@100",
         "distill@100",
         "extra@100",
+        "synthetic@20",
         "upgrade@100",
         "all-data",
     ),

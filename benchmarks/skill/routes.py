@@ -101,9 +101,11 @@ def take_tower(
 
 
 def take_classifier(
-    cell: Cell, data: Path, count: int, extra: Path | None, inputs: Inputs, out: Path, steps: int | None
+    cell: Cell, data: Path, count: int, more: Path | None, inputs: Inputs, out: Path, steps: int | None
 ) -> dict[str, Any]:
     """Let tuneport bring a classifier to another encoder, on a file with texts, and write the model to `out`.
+
+    `more` is a file with other sentences, or the model that writes some.
 
     Returns:
         What tuneport says of it.
@@ -115,13 +117,16 @@ def take_classifier(
     options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
     if cell.arm == "upgrade":
         return _upgraded(str(data), inputs, out, steps=steps, **options)
+    if cell.arm == "synthetic":
+        options |= {"generator": str(more), "synthetic": WRITTEN if steps is None else 16, "routes": ("synthetic",)}
+        return _upgraded(str(data), inputs, out, steps=steps, **options)
     options |= {"scale": 0.0} if cell.arm == "target" else {}
     models = str(inputs.source), str(inputs.tuned), str(inputs.target)
     result = tuneport.transfer(*models, str(data), samples=count, **options)
     about: dict[str, Any] = {"scale": result.scale}
     if cell.arm in ("distill", "extra"):
-        more = None if extra is None else Extra(read_data(extra, "train", labelled=False))
-        result = result.distill(steps, extra=more)
+        extra = None if more is None else Extra(read_data(more, "train", labelled=False))
+        result = result.distill(steps, extra=extra)
         about["distilled"] = result.record["distilled"]
     result.save(out, as_="model")
     return about

@@ -25,6 +25,7 @@ from builders.folders import CLASSES, LARGE, build, images, perturb, write_head
 from builders.folders import SMALL as SMALL_TOWER
 from builders.processes import run_program
 from builders.texts import SENTENCES, SMALL, bert_tokenizer, write
+from builders.writers import taught_writer
 
 # the processes of the tests start with tuneport imported
 FORGET = """
@@ -66,7 +67,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 def made(place: Place, group: str, pair: str, task: str, arms: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    assert not GROUPS[group].missing(place.models, place.shared, [pair], [task])
+    assert not GROUPS[group].lacking(place.models, place.shared, cells_of([(pair, task)], arms, [1]))
     GROUPS[group].check([pair], [task], arms)
     found = {cell.label: make_row(place, group, cell) for cell in cells_of([(pair, task)], arms, [1])}
     assert not [row["error"] for row in found.values() if "error" in row]
@@ -91,12 +92,19 @@ def test_cells_of_towers_are_made(place: Place) -> None:
 
 
 def test_cells_of_classifiers_are_made(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    arms = ("old", "all-data", "target@20", "few-shot@20", "port@20", "distill@20", "extra@20", "upgrade@20")
+    arms = ("old", "all-data", "target@20", "few-shot@20", "port@20", "distill@20", "extra@20")
+    arms += ("synthetic@20", "upgrade@20")
     monkeypatch.setattr(classifiers, "EXTRA", 30)
+    texts = [f"{first}{second.lower()}" for first in SENTENCES[:6] for second in SENTENCES[:6]]
+    lists = ["Examples:" + "".join(f"\n- {text}" for text in texts[start:][:8]) + "\n" for start in range(0, 28, 7)]
+    taught_writer(place.models / classifiers.GENERATOR, lists, steps=60)
     found = made(place, "classifiers", "minilm-l6>mpnet", "sst2-lora", arms)
     assert found["extra@20"]["about"]["distilled"]["extra"] == 30
     assert found["target@20"]["about"]["scale"] == 0
     assert len(found["few-shot@20"]["about"]["validation"]) == 6
+    about = found["synthetic@20"]["about"]["routes"]
+    assert [row["name"] for row in about] == ["old", "target", "synthetic"]
+    assert about[-1]["agreement"] is not None
 
 
 def test_extra_samples_are_of_another_data_set(place: Place) -> None:
@@ -167,12 +175,17 @@ def test_scores_do_not_need_tuneport() -> None:
 
 
 def test_what_is_not_there_is_said(place: Place, tmp_path: Path) -> None:
-    lost = GROUPS["towers"].missing(place.models, tmp_path, ["a>a2"], ["mnist", "gtsrb"])
+    cells = cells_of([("a>a2", "mnist"), ("a>a2", "gtsrb")], ["extra@20"], [0])
+    lost = GROUPS["towers"].lacking(place.models, tmp_path, cells)
     assert f"model {place.models / 'a-gtsrb'}" in lost
     assert f"data {tmp_path / 'data/images/cifar10.npz'}" in lost  # the extra images
     shutil.copytree(place.models / "mpnet", tmp_path / "mpnet")
-    lost = GROUPS["classifiers"].missing(tmp_path, place.shared, ["minilm-l6>mpnet"], ["sst2-full"])
+    cells = cells_of([("minilm-l6>mpnet", "sst2-full")], ["distill@20"], [0])
+    lost = GROUPS["classifiers"].lacking(tmp_path, place.shared, cells)
     assert lost == [f"model {tmp_path / 'minilm-l6'}"]
+    cells = cells_of([("minilm-l6>mpnet", "sst2-full")], ["synthetic@20"], [0])
+    lost = GROUPS["classifiers"].lacking(tmp_path, place.shared, cells)
+    assert lost == [f"model {tmp_path / name}" for name in ("minilm-l6", classifiers.GENERATOR)]
 
 
 @pytest.mark.parametrize(("group", "arm"), [("towers", "target@100"), ("classifiers", "target"), ("towers", "copy@9")])

@@ -212,7 +212,8 @@ class TestWritten:
             options = {"routes": "synthetic", "steps": 2, "samples": 32, "synthetic": 12, "generator_url": found.url}
             result = upgrade(source, tuned, target, data, **options)
         table = rows(result)
-        assert table["synthetic"].agreement is not None, table["synthetic"].note
+        assert table["synthetic"].found is not None, table["synthetic"].note
+        assert table["synthetic"].found.samples == 3, "written ones judge"
         assert table["old"].agreement == 100.0
         assert max(body["prompt"].count("\n- ") for body in found.bodies) == 8
 

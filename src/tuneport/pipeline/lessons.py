@@ -232,7 +232,8 @@ def divide(
             raise failed
         return write(old, own, config, data, work, events)
 
-    if "synthetic" in config.routes and old.writes and count < FEW:
+    can_write = old.writes or (old.reads and (config.generator or config.generator_url) is not None)
+    if "synthetic" in config.routes and can_write and count < FEW:
         try:
             few = more(drawn)
         except DataError as error:

@@ -63,6 +63,11 @@ class OldModel:
         """Whether it answers in words."""
         return self.models.source.generates is not None and self.head is None
 
+    @property
+    def reads(self) -> bool:
+        """Whether it answers texts: in words, or as a classifier."""
+        return self.writes or (self.head is not None and self.models.source.inputs.reader is not None)
+
     def tuned(self) -> AbstractContextManager[None]:
         """A context in which the source has its fine-tune."""
         return finetuned(self.models.source, self.vector)
@@ -174,7 +179,7 @@ def write_samples(
         DataError: what is known of the task cannot bring it.
     """
     model, describe, template = old.models.source, config.describe or "", config.template
-    if not old.writes and (old.head is None or model.inputs.reader is None):
+    if not old.reads:
         raise OptionError("samples can be written for language models and for classifiers of texts alone.")
     passages = not describe if own is None else old.writes and template is None and is_passages(own)
     if passages:
