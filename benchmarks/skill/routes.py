@@ -111,8 +111,6 @@ def take_classifier(
         What tuneport says of it.
     """
     import tuneport
-    from tuneport.data.tasks import read_data
-    from tuneport.training.division import Extra
 
     options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
     if cell.arm == "upgrade":
@@ -125,8 +123,7 @@ def take_classifier(
     result = tuneport.transfer(*models, str(data), samples=count, **options)
     about: dict[str, Any] = {"scale": result.scale}
     if cell.arm in ("distill", "extra"):
-        extra = None if more is None else Extra(read_data(more, "train", labelled=False))
-        result = result.distill(steps, extra=extra)
+        result = result.distill(steps, extra=None if more is None else str(more))
         about["distilled"] = result.record["distilled"]
     result.save(out, as_="model")
     return about

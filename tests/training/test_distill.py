@@ -26,7 +26,7 @@ from tuneport.config import DistillConfig
 from tuneport.data.answers import with_answers
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
-from tuneport.errors import CheckpointError, DataError, TuneportError
+from tuneport.errors import CheckpointError, DataError, OptionError, TuneportError
 from tuneport.io.state import StateFile
 from tuneport.measure.objectives import choose_objective
 from tuneport.measure.samples import DatasetSamples
@@ -111,6 +111,17 @@ def test_the_student_comes_nearer_to_its_teacher(ported: Result, monkeypatch: py
     assert best["held_out_loss"] < 0.5 * entry["curve"][0]["held_out_loss"]
     assert found.scale == 1.0
     assert "distilled" not in ported.record
+
+
+def test_a_port_is_taught_further_samples_of_a_path(ported: Result, zoo: Zoo) -> None:
+    found = ported.distill(2, extra=str(zoo.data)).record["distilled"]
+    assert found["extra"] == len(read_plain(zoo.data, "train"))
+
+
+@pytest.mark.parametrize("option", [{"template": "{text}"}, {"samples": 9}, {"sampler": "class_balanced"}])
+def test_options_of_other_samples_are_refused_for_a_port(ported: Result, option: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=rf"`{next(iter(option))}` is for `tuneport\.distill`"):
+        ported.distill(2, **option)
 
 
 def test_models_come_back_as_they_were_also_after_an_error(ported: Result) -> None:

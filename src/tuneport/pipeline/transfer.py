@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import DistillConfig, MeasureConfig, TransferConfig
-from ..errors import MethodError, TuneportError, first_of
+from ..errors import MethodError, OptionError, TuneportError, first_of
 from ..io.state import StateFile
 from ..measure.fitted_heads import fit_head, with_teacher_scores
 from ..measure.objectives import TokenLoss
@@ -31,6 +31,7 @@ from ..pairing import Kept, Plan
 from ..report.summary import label_words
 from ..runtime.passes import Costs, Passes, passes_of
 from ..runtime.resume import Work, fingerprint
+from ..synthetic.samples import OldModel
 from ..task_vectors.low_rank import norm_of
 from ..task_vectors.vector import TaskVector, account
 from ..training.distill import teach
@@ -38,6 +39,7 @@ from ..training.division import Extra
 from ..types import Events, ScaleRule, Sides, Signal
 from .comparison import summarize
 from .inputs import check_inputs, conditions_of, count_forward_passes, describe_inputs, open_models, read_change
+from .lessons import read_extra
 from .plan import changed_parts, make_plan, not_transported_by
 from .samples import SCORED, Data, are_samples, draw_samples
 from .scale import Judge
@@ -146,8 +148,6 @@ class Result:
         self,
         steps: int | None = None,
         *,
-        samples: Samples | None = None,
-        extra: Extra | None = None,
         events: Events | None = None,
         saved: StateFile | None = None,
         **options: Any,
@@ -159,15 +159,21 @@ class Result:
 
         Args:
             steps: updates of the student; by default they follow from the samples.
-            samples: in place of the calibration samples.
-            extra: samples that are taught beside them.
             events: listens to the run.
             saved: keeps the state of the run, and gives back that of a killed one.
-            options: further fields of `DistillConfig`: `learning_rate`, `batch_size`, or `lora`, the rank of a LoRA
-                that is trained in place of all linear layers, from the best fit of the transfer.
+            options: further fields of `DistillConfig`: `learning_rate`, `batch_size`, `seed`, `extra`, or `lora`, the
+                rank of a LoRA that is trained in place of all linear layers, from the best fit of the transfer.
         """
         config = DistillConfig.of(**{"steps": steps, "seed": self.config.seed, **options})
-        return self.taught(config, samples, extra=extra, events=events, saved=saved)
+        if idle := sorted(options.keys() - {"learning_rate", "batch_size", "seed", "extra", "lora"}):
+            raise OptionError(f"`{idle[0]}` is for `tuneport.distill`: models and samples are those of the port.")
+        extra, calibration, events = None, self.setup.calibration, events or Events()
+        if config.extra is not None and isinstance(calibration.samples, DatasetSamples):
+            head = None if calibration.heads is None else calibration.heads.source
+            old = OldModel(self.setup.models, self.setup.change.vector, head)
+            others = read_extra(old, calibration.samples.chosen, config, events)
+            extra = None if others is None else Extra(others)
+        return self.taught(config, extra=extra, events=events, saved=saved)
 
     def taught(self, config: DistillConfig, samples: Samples | None = None, **more: Any) -> Result:
         """As `distill`, with all options of a distillation."""
