@@ -158,6 +158,23 @@ def test_a_nucleus_may_be_larger_than_the_first_guess() -> None:
     assert last[0] in drawn
 
 
+def test_a_nucleus_is_the_same_beside_larger_and_smaller_ones() -> None:
+    """Against the definition: sort all, add up until `top_p` is reached."""
+    chance = torch.Generator().manual_seed(0)
+    sharpness = torch.tensor([0.01, 1.0, 2.0, 3.0, 9.0])[:, None]
+    probabilities = (sharpness * torch.randn(5, 20 * HEAD, generator=chance)).softmax(-1)
+    draws = torch.randint(2**BITS, (40, 5), generator=chance)
+    for row, each in enumerate(probabilities):
+        ordered = torch.sort(torch.round(each * 2**BITS).long(), descending=True).values
+        size = int((ordered.cumsum(0) - ordered < math.ceil(0.9 * 2**BITS)).sum())
+        sums = ordered[:size].cumsum(0)
+        wanted = [ordered[int((sums <= (int(one) * int(sums[-1]) >> BITS)).sum())] for one in draws[:, row]]
+        drawn = [draw(probabilities, one, top_p=0.9)[row] for one in draws]
+        assert [round(float(each[place]) * 2**BITS) for place in drawn] == [int(one) for one in wanted]
+    widths = [int((torch.sort(each, descending=True).values.cumsum(0) < 0.9).sum()) for each in probabilities]
+    assert widths[0] > 16 * HEAD > widths[2] > HEAD > widths[4], "every size is met"
+
+
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     model = writer(tmp_path / "a")
     assert model.inputs.reader is not None

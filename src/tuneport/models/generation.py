@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..errors import CaptureError, DataError, TuneportError, reraised
 from ..processes import divided
@@ -28,7 +29,7 @@ Prompt = str | Chat
 ROWS = {"cpu": 32}  # of a batch, by device
 MOST_ROWS = 256
 BITS = 31  # of a probability and of a chance: their product is exact in 64 bits
-HEAD = 1024  # likely tokens that are sorted first: the nucleus is seldom larger
+HEAD, GROWTH = 1024, 16  # likely tokens that are sorted first, and how many times as many where they are too few
 
 
 @dataclass(frozen=True)
@@ -224,15 +225,21 @@ def draw(probabilities: Tensor, chance: Tensor, top_p: float = 1.0) -> Tensor:
     return found[:, 0]
 
 
-def _nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The weights of the likeliest tokens that have `top_p` together, zero for others, and which tokens they are."""
-    bound = math.ceil(top_p * 2**BITS)
-    vocabulary = probabilities.shape[1]
-    likely, order = probabilities.topk(min(HEAD, vocabulary))
-    if vocabulary > HEAD and bool((_whole(likely).sum(1) < bound).any()):
-        likely, order = probabilities.topk(vocabulary)
+def _nucleus(probabilities: Tensor, top_p: float, most: int = HEAD) -> tuple[Tensor, Tensor]:
+    """The weights of the likeliest tokens that have `top_p` together, zero for others, and which tokens they are.
+
+    To sort all is slow: first `most` are, and more only in the rows where these are too few.
+    """
+    bound, vocabulary = math.ceil(top_p * 2**BITS), probabilities.shape[1]
+    likely, order = probabilities.topk(min(most, vocabulary))
     weights = _whole(likely)
-    return weights.masked_fill(weights.cumsum(1) - weights >= bound, 0), order
+    sums = weights.cumsum(1)
+    weights, short = weights.masked_fill(sums - weights >= bound, 0), sums[:, -1] < bound
+    if most < vocabulary and bool(short.any()):
+        more = _nucleus(probabilities[short], top_p, most * GROWTH)
+        weights, order = (pad(part, (0, more[0].shape[1] - most)) for part in (weights, order))
+        weights[short], order[short] = more
+    return weights, order
 
 
 def _whole(probabilities: Tensor) -> Tensor:
