@@ -16,7 +16,7 @@ from tuneport.io.places import local
 from tuneport.methods import Method
 from tuneport.models.open import open_stored
 from tuneport.outputs import Output, Update
-from tuneport.outputs.base import Texts, update_bytes
+from tuneport.outputs.base import Texts
 from tuneport.pairing import Plan
 from tuneport.report.record import Record, to_json
 from tuneport.task_vectors.stored import StoredChange
@@ -41,7 +41,8 @@ class NumbersOutput(Output):
             raise TuneportError('lists of numbers hold no fitted head: write a model, or pass `head_fit="none"`.')
 
     def size(self, plan: Plan, update: Update, method: Method) -> int:
-        return 6 * update_bytes(plan, update.vector, method)  # about 24 characters for the 4 bytes of a number
+        del update, method  # factors of a LoRA are written as their product
+        return 24 * sum(pair.target.out_features * pair.target.in_features for pair in plan.pairs)  # characters
 
     def write(self, out: Path, update: Update, record: Record, overwrite: bool, texts: Texts = None) -> Record:
         del texts
