@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
+from builders.folders import HEAD_CLASSES, Zoo, write_head
 from tuneport.data.dataset import Dataset
+from tuneport.data.formats import read_plain
 from tuneport.measure.accuracy import BySample, Evaluation
 from tuneport.measure.unseen import RouteJudge, RouteScore
+from tuneport.models.heads import choose_head
+from tuneport.models.open import open_model
 from tuneport.report.decision import decision, disagreements
+from tuneport.types import Sides
 
 COUNT = 60
 OLD = np.arange(COUNT) % 3  # what the old model answers
@@ -117,3 +125,27 @@ class TestWords:
             ("cat", "dog", "cat", "text 0"),
             ("dog", "owl", "dog", "text 1"),
         ]
+
+
+@pytest.mark.parametrize("order", [[2, 3, 0, 1], [3, 2, 0]])
+def test_classes_of_two_heads_may_be_in_another_order(zoo: Zoo, tmp_path: Path, order: list[int]) -> None:
+    """One model under two heads with the same classes answers the same; a head may lack a class."""
+    base = zoo["clip_vision-base"]
+    other = Path(shutil.copytree(base, tmp_path / "other"))
+    place = other / "heads" / "animals.safetensors"
+    embeds = load_file(place)["class_embeds"][order].contiguous()
+    write_head(place, 0, tuple(HEAD_CLASSES[number] for number in order), embeds=embeds)
+    data, models = read_plain(zoo.data, "test"), [open_model(folder) for folder in (base, other)]
+    judge = RouteJudge(data, data, Sides(*(choose_head(model, None, data) for model in models)), None)
+    old, new = judge.ask_old(models[0]), judge.score("copy", models[1])
+    assert old.found is not None
+    assert old.found.by_sample.predicted is not None
+    lacking = [number for number in range(len(HEAD_CLASSES)) if number not in order]
+    kept = ~np.isin(old.found.by_sample.predicted, lacking)
+    assert kept.any()
+    assert new.agreement == pytest.approx(100 * kept.mean(), abs=1e-3)
+    rows = [old, old, new]
+    for one in disagreements(judge, rows, "copy"):
+        assert one["old"] in [HEAD_CLASSES[number] for number in lacking]
+    if not lacking:
+        assert new.score == old.score

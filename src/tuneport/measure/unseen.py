@@ -171,7 +171,7 @@ class RouteJudge:
             classes = heads.target.classes if heads is not None else data.classes
             data = replace(data, labels=np.zeros(len(data), dtype=np.int64), classes=classes)
         if heads is not None:
-            return zero_shot(model, choose_head(model, self.head, data), data)
+            return _among(zero_shot(model, choose_head(model, self.head, data), data), heads.source.classes)
         if not is_choice(self.data):
             raise TuneportError("an upgrade of an encoder needs classes: give a head with `head`, or data with labels.")
         return likelihood(model, data)
@@ -222,6 +222,20 @@ class RouteJudge:
             return row.agreement
         bits = None if row.found is None else row.found.bits_per_character
         return -math.inf if bits is None else -bits
+
+
+def _among(found: Evaluation, classes: tuple[str, ...]) -> Evaluation:
+    """An evaluation whose classes are numbered as these are; others come last, and those without a name in common stay.
+
+    Heads of two models may have the same classes in another order.
+    """
+    of = found.by_sample
+    if of.classes == classes or not set(classes) & set(of.classes) or of.predicted is None or of.labels is None:
+        return found
+    names = tuple(dict.fromkeys((*classes, *of.classes)))
+    places = np.array([names.index(name) for name in of.classes], dtype=np.int64)
+    by_sample = replace(of, predicted=places[of.predicted], labels=places[of.labels], classes=names)
+    return replace(found, by_sample=by_sample)
 
 
 def _by_exact_texts(found: Evaluation) -> Evaluation:
