@@ -13,7 +13,11 @@ from torch import Tensor
 
 from builders.folders import FAMILIES, SAMPLES, Zoo, edit_weights, load, same
 from builders.runs import prepare
+from builders.texts import gpt_tokenizer, make, write
+from tuneport.errors import CheckpointError
+from tuneport.models.change import change_of, opened
 from tuneport.models.open import open_model
+from tuneport.models.weights import finetuned
 from tuneport.pipeline.arithmetic import apply, extract
 from tuneport.pipeline.transfer import transfer
 from tuneport.task_vectors.vector import TaskVector, load_task_vector, save_task_vector
@@ -81,3 +85,44 @@ def outputs_at(module: Any, size: int) -> Tensor:
         module = getattr(module, part, module)
     with torch.no_grad():
         return module(pixels).last_hidden_state
+
+
+@pytest.mark.parametrize(
+    ("options", "one"),
+    [
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, False),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, False),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, False),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, True),
+        ({"target_modules": ["q_proj"]}, True),
+    ],
+)
+def test_an_adapter_that_unties_tables_is_refused(tmp_path: Path, options: dict[str, Any], one: bool) -> None:
+    """What peft answers is what the source answers with the change, or the change is not accepted."""
+    peft = pytest.importorskip("peft")
+    tokenizer = gpt_tokenizer(300)
+    base = write(tmp_path / "base", make("llama-tied", vocab_size=300), tokenizer)
+    model, generator = (
+        peft.get_peft_model(load(base), peft.LoraConfig(r=2, **options)),
+        torch.Generator().manual_seed(0),
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                seed = 1 if one and "modules_to_save" in name else None  # one change for both tables
+                drawn = generator if seed is None else torch.Generator().manual_seed(seed)
+                parameter += 0.1 * torch.randn(parameter.shape, generator=drawn)
+    model.save_pretrained(tmp_path / "lora")
+    source, ids = open_model(base), torch.arange(8)[None]
+    adapter = opened(tmp_path / "lora")
+    if not one:
+        with pytest.raises(CheckpointError, match="share one table") as error:
+            change_of(source, adapter)
+        assert 'exclude=["model.embed_tokens.weight"]' in str(error.value)
+        assert all("q_proj" in name for name in change_of(source, adapter, ["model.embed_tokens.weight"]))
+        return
+    with torch.no_grad(), finetuned(source, change_of(source, adapter)):
+        found = source.module(ids).logits
+        # sums in another order
+        torch.testing.assert_close(found, model.eval()(ids).logits, atol=1e-5, rtol=1e-5)

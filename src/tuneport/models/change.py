@@ -93,6 +93,7 @@ def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) 
         base, turned = source.stored_parameters(), transposed_weights(source.module)
         whole = replace(finetuned, tensors=_cut_tables(source, finetuned, finetuned.tensors))
         vector = task_vector_of(as_lora(whole, source.module), base, other_names=live, transposed=turned)
+        _check_tied(source, finetuned, exclude)
         vector = vector.subset(name for name in vector if not source.matches(name, exclude))
     else:
         given = _stored(finetuned)
@@ -270,6 +271,30 @@ def _keys(source: Model, finetuned: Finetuned, tensors: Iterable[str]) -> dict[s
     tables = _tables_of(source).values()
     found = {name: plain.get(name) or plain.get(source.weights.file_names[name]) for name in tables}
     return {name: key for name, key in found.items() if key is not None}
+
+
+def _check_tied(source: Model, adapter: Adapter, exclude: Sequence[str]) -> None:
+    """Refuse an adapter that makes two tables of one that the source ties, as peft does unless it is told not to."""
+    tables = _tables_of(source)
+    if len(set(tables.values())) == len(tables) or source.matches(tables["input"], exclude):
+        return
+    module: Any = source.module
+    owners = (module.get_input_embeddings(), module.get_output_embeddings())
+    paths = [next(path for path, part in module.named_modules() if part is owner) for owner in owners]
+    base, names, changes = source.stored_parameters(), plain_names(adapter), []
+    for path in paths:
+        parts = {name.removeprefix(path): adapter.tensors[key] for name, key in names.items() if f"{path}." in name}
+        changes.append({part: tensor for part, tensor in parts.items() if not _equal(tensor, base[tables["input"]])})
+    one, two = changes
+    if one.keys() != two.keys() or not all(_equal(tensor, two[part]) for part, tensor in one.items()):
+        raise CheckpointError(
+            f"{adapter.name} does not change {' and '.join(paths)} in one way, and they share one table in "
+            f'{source.name}. A transfer can leave it out: `exclude=["{tables["input"]}"]`.'
+        )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.cpu().float(), other.detach().cpu().float())
 
 
 def _takers(models: Sides[Model], name: str) -> Iterator[str]:
