@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from builders.texts import write_rows
 from tuneport.config import DistillConfig, UpgradeConfig
+from tuneport.data.answers import prompt_of
 from tuneport.data.dataset import Dataset, as_prompts
+from tuneport.errors import DataError
 from tuneport.pipeline.lessons import HELD_OUT, divide, views_each, views_of
 from tuneport.types import Events
 
@@ -97,3 +101,37 @@ def test_no_views(own: Dataset) -> None:
 def test_many_prompts_have_fewer_views(count: int, each: int) -> None:
     assert views_each(count) == each
     assert count * each <= max(400, count)
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_repeated_samples_do_not_judge_what_they_teach(chats: bool) -> None:
+    """40 texts, four times each, two with another answer: ten judge, once each."""
+    texts: list[Any] = [f"text {place % 40}" for place in range(160)]
+    if chats:
+        said = [f"answer {place // 80}" for place in range(160)]
+        texts = [
+            [{"role": "user", "content": text}, {"role": "assistant", "content": one}]
+            for text, one in zip(texts, said, strict=True)
+        ]
+    old: Any = SimpleNamespace(writes=False, answers=_answers)
+    given: Any = (UpgradeConfig.of(routes="distill"), None, Events())
+    found = divide(old, None, Dataset(texts, None, ()), *given)
+    judging, taught = ([str(prompt_of(one) if chats else one) for one in d.inputs] for d in (found.held_out, found.own))
+    assert len(set(judging)) == len(judging) == 10
+    assert len(taught) == 120
+    assert not set(judging) & set(taught)
+    with pytest.raises(DataError, match="at least 16 own samples that differ, and there are 15"):
+        divide(old, None, Dataset([f"text {place % 15}" for place in range(160)], None, ()), *given)
+
+
+def test_extra_samples_are_no_own_ones(tmp_path: Path) -> None:
+    """A pool that holds the own samples teaches the others alone: own ones judge."""
+    own, more = ([f"text {place}" for place in places] for places in (range(80), range(80, 100)))
+    pool = write_rows(tmp_path / "pool.jsonl", [{"text": text} for text in (*own, *more)])
+    old: Any = SimpleNamespace(writes=False, answers=_answers)
+    given: Any = (UpgradeConfig.of(routes="synthetic", extra=str(pool)), None, Events())
+    found = divide(old, None, Dataset(own, None, ()), *given).of("synthetic")
+    assert found.extra is not None
+    assert list(found.extra.data.inputs) == more
+    with pytest.raises(DataError, match="has only own samples"):
+        divide(old, None, Dataset([*own, *more], None, ()), *given).of("synthetic")

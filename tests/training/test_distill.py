@@ -360,7 +360,7 @@ class TestEverySampleCounts:
         """Four of 16 texts have one token, which GPT-2 does not predict: they would be a pass of their own."""
         teacher = write(tmp_path / "teacher", make("gpt2", vocab_size=rows), gpt_tokenizer(rows))
         student = write(tmp_path / "student", make("gpt2", vocab_size=320), gpt_tokenizer(320))
-        texts = [text[:9] for text in SENTENCES[:8]] + [text[:9] for text in SENTENCES[:4]] + list("abcd")
+        texts = [text[:9] for text in SENTENCES[:8]] + [text[:12] for text in SENTENCES[:4]] + list("abcd")
 
         def taught(name: str, inputs: list[str]) -> dict[str, Any]:
             data = Dataset(inputs=inputs, labels=None, classes=())

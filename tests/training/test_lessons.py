@@ -17,6 +17,7 @@ from builders.lessons import ANSWERS, PROMPTS, SOUNDS, Animals
 from builders.texts import LARGE, SENTENCES, SMALL, gpt_tokenizer, make, t5_tokenizer, write
 from tuneport.config import DistillConfig
 from tuneport.data.dataset import Dataset
+from tuneport.errors import DataError
 from tuneport.io.state import StateFile
 from tuneport.measure.samples import DatasetSamples
 from tuneport.models.base import Model
@@ -121,6 +122,15 @@ class TestExtra:
             judge, learn = (set((part.indices // 2).tolist()) for part in (held_out, taught))
             assert not judge & learn
             assert judge | learn == set(range(prompts))
+
+    @pytest.mark.parametrize("count", [40, 120])
+    def test_repeated_samples_do_not_judge_what_they_teach(self, models: Any, count: int) -> None:
+        texts = [f"text {place % (count * 3 // 4)}" for place in range(count)]
+        folds, _ = divide(samples_of(models, Dataset(texts, None, ()), None), count, None)
+        for held_out, taught in folds:
+            assert not set(held_out.chosen.inputs) & set(taught.chosen.inputs)
+        with pytest.raises(DataError, match="8 samples that differ"):
+            divide(samples_of(models, Dataset(["one text"] * count, None, ()), None), count, None)
 
     @pytest.mark.parametrize("count", [10, 100])
     def test_views_of_samples_that_judge_are_not_taught(self, models: Any, count: int) -> None:

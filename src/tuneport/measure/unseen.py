@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..data.answers import prompt_of
 from ..data.dataset import Dataset
 from ..data.images import files_of
 from ..errors import DataError, TuneportError
@@ -79,15 +80,33 @@ def unseen(target: Model, calibration: Calibration, test: Dataset, samples: int 
     return Unseen(test.subset(indices), indices, shared)
 
 
-def _contents(data: Dataset) -> Iterator[str]:
+def others(data: Dataset, known: Dataset) -> NDArray[np.int64]:
+    """The places of the samples that ask what none of the `known` ones asks, whatever the answers."""
+    by_file = bool(files_of(data) and files_of(known))
+    seen = frozenset(_contents(known, by_file=by_file, answered=False))
+    asked = _contents(data, by_file=by_file, answered=False)
+    return np.array([place for place, content in enumerate(asked) if content not in seen], dtype=np.int64)
+
+
+def distinct(data: Dataset) -> NDArray[np.int64]:
+    """The places of the samples that ask what none before them asks."""
+    first: dict[str, int] = {}
+    for place, content in enumerate(_contents(data, answered=False)):
+        first.setdefault(content, place)
+    return np.array([*first.values()], dtype=np.int64)
+
+
+def _contents(data: Dataset, *, by_file: bool = True, answered: bool = True) -> Iterator[str]:
     """Yield what tells each sample from others: a digest of its image, or its texts; labels do not count."""
-    if files := files_of(data):
+    if by_file and (files := files_of(data)):
         for file in files:
             yield from file_digests([file]).values()
         return
     for index, value in enumerate(data.inputs):
         if data.kind == "image":
             yield f"{value.size} {hashlib.sha256(value.tobytes()).hexdigest()}"
+        elif not answered:
+            yield json.dumps(prompt_of(value) if isinstance(value, list) else value, sort_keys=True, default=str)
         else:
             more = [None if items is None else items[index] for items in (data.targets, data.choices)]
             yield json.dumps([value, *more], sort_keys=True, default=str)

@@ -20,6 +20,7 @@ from ..errors import DataError, MethodError, OptionError
 from ..measure.answers import is_choice, is_passages
 from ..measure.objectives import choose_objective
 from ..measure.samples import DatasetSamples
+from ..measure.unseen import distinct, others
 from ..models.base import Model
 from ..models.heads import Head
 from ..models.open import open_model
@@ -66,21 +67,28 @@ def texts_of_test_split(data: Any, config: LessonsConfig) -> Sequence[str]:
     )
 
 
-def read_extra(old: OldModel, own: Dataset, config: LessonsConfig, events: Events) -> Dataset | None:
-    """The samples of `extra`, in the form of the own ones and with the old model's answers."""
+def read_extra(old: OldModel, own: Dataset, config: LessonsConfig, events: Events, *judging: Dataset) -> Dataset | None:
+    """The samples of `extra` that are neither own ones nor judge, in their form and with the old model's answers."""
     if config.extra is None:
         return None
     found = replace(read_data(config.extra, "train", labelled=False), labels=None, classes=(), choices=None)
     if found.kind != own.kind:
         raise DataError(f"`extra` has {found.kind}s, and the own samples are {own.kind}s: give {own.kind}s.")
     if not old.writes:
-        return replace(found, targets=None)
-    if is_passages(own):
+        found = replace(found, targets=None)
+    elif is_passages(own):
         raise DataError("own samples are passages, which teach themselves: `extra` would teach what it says.")
-    frame, bare = Frame.of(own, config.template), Frame()
-    inputs = [frame.sample(bare.text(sample)) for sample in found.inputs]
+    else:
+        frame, bare = Frame.of(own, config.template), Frame()
+        found = replace(found, inputs=[frame.sample(bare.text(sample)) for sample in found.inputs])
+    for known in (own, *judging):
+        found = found.subset(others(found, known))
+    if not len(found):
+        raise DataError("`extra` has only own samples: give others, or leave it out.")
+    if not old.writes:
+        return found
     choices = [candidates_of(own)[0]] * len(found) if is_choice(own) else None
-    return _answered(old, replace(found, inputs=inputs, choices=choices), events)[0]
+    return _answered(old, replace(found, choices=choices), events)[0]
 
 
 def views_each(count: int) -> int:
@@ -212,12 +220,13 @@ class UpgradeSamples:
             if self.taught is None or len(self.own) < FEWEST // 2:
                 raise MethodError("there are too few own samples")
             return Lessons(self.own, views_of(self.old, self.own, self.config, self.events))
-        extra = None if self.taught is None else read_extra(self.old, self.taught, self.config, self.events)
+        given = (self.config, self.events, self.held_out)
+        extra = None if self.taught is None else read_extra(self.old, self.taught, *given)
         if extra is not None and not self.config.describe and not self.config.generator and not self.old.writes:
             return Lessons(self.own, Extra(extra))
         data = self.written.data
-        if self.few is not None:  # the first ones judge
-            data = data.subset(np.arange(len(self.held_out), len(data)))
+        if self.few is not None:  # some of them judge
+            data = data.subset(others(data, self.held_out))
         return Lessons(self.own, None if self.taught is None else _beside(data, extra), self.written)
 
 
@@ -225,7 +234,7 @@ def divide(
     old: OldModel, data: Any, drawn: Dataset | None, config: UpgradeConfig, work: Work | None, events: Events
 ) -> UpgradeSamples:
     """Divide own samples; few are all taught, and written ones judge, or own ones after all if none can be written."""
-    count, few, failed = len(drawn or ()), None, None
+    count, few, failed = len(() if drawn is None else distinct(drawn)), None, None
 
     def more(own: Dataset | None) -> WrittenSamples:
         if failed is not None:
@@ -241,11 +250,12 @@ def divide(
                 raise
             failed = error
     elif count < FEWEST:
-        raise DataError(f"an upgrade needs at least {FEWEST} own samples, and there are {count}.")
+        raise DataError(f"an upgrade needs at least {FEWEST} own samples that differ, and there are {count}.")
     divided = drawn if few is None else few.data
     assert divided is not None
-    held = min(round(HELD_OUT * len(divided)), MOST_HELD_OUT)
-    judging, rest = divided.subset(np.arange(held)), divided.subset(np.arange(held, len(divided)))
+    first = distinct(divided)
+    judging = divided.subset(first[: min(round(HELD_OUT * len(first)), MOST_HELD_OUT)])
+    rest = divided.subset(others(divided, judging))
     taught = drawn if few is not None else rest
     own = rest if taught is None else _own_answered(old, taught, config, events)
     held_out, raw = judging, judging

@@ -21,6 +21,7 @@ from ..data.answers import prompt_of
 from ..data.dataset import Dataset
 from ..errors import DataError
 from ..measure.samples import DatasetSamples
+from ..measure.unseen import others
 from ..models.base import Model
 from .loop import Schedule
 from .matching import Matching
@@ -81,8 +82,13 @@ def divide(samples: DatasetSamples, own: int, extra: Extra | None) -> Division:
 
     def fold(held_out: DatasetSamples, taught: DatasetSamples) -> Fold:
         rest = more
+        if mine.dataset.kind == "text":
+            taught = taught.take(others(taught.chosen, held_out.chosen))
+        if not len(taught):
+            raise DataError(f"a distillation needs at least {FEWEST} samples that differ: more of them are the same.")
         if extra is not None and extra.views_of is not None:
-            rest = more.take(np.flatnonzero(~np.isin(extra.views_of[more.indices - own], held_out.indices)))
+            left = np.setdiff1d(mine.indices, taught.indices)
+            rest = more.take(np.flatnonzero(~np.isin(extra.views_of[more.indices - own], left)))
         return Fold(held_out, _beside(taught, rest, parts))
 
     if not few:
