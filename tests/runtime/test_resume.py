@@ -332,6 +332,20 @@ class TestPort:
         assert "is dropped; `resume=True` continues from it" in notes[0]
         assert names(tmp_path) == ["out"]
 
+    def test_another_head_in_the_same_file_is_refused(self, zoo: Zoo, tmp_path: Path) -> None:
+        head, out = tmp_path / "head.json", tmp_path / "out"
+
+        def described(dog: str) -> Case:
+            head.write_text(json.dumps({"cat": "a cat", "dog": dog, "owl": "an owl"}))
+            given = {"samples": SAMPLES, "batch_size": BATCH, "head": str(head), "accept_unlikely": True}
+            return prepare(*zoo.trio("clip"), zoo.data, signals="bico", **given)
+
+        with pytest.raises(Killed):
+            port(described("a dog"), out, scale=1, save_every=0, progress=stop_at(ASKED + 3))
+        with pytest.raises(CheckpointError, match="cannot be resumed: head was"):
+            port(described("a photo of an owl"), out, scale=1, resume=True)
+        port(described("a dog"), out, scale=1, resume=True)
+
     @pytest.mark.parametrize(("kind", "given"), [("model", {}), ("adapter", {"rank": 2}), ("task-vector", {})])
     def test_a_complete_output_is_not_computed_again(
         self, job: Case, again: Case, other: Case, tmp_path: Path, kind: str, given: dict[str, Any]

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..config import MeasureConfig
 from ..config.options import Config
 from ..data.dataset import DEFAULT_SAMPLES, align_labels
 from ..errors import CheckpointError
+from ..io.fingerprint import file_digests
 from ..measure.accuracy import LEAST, LEVEL, direction, tail
 from ..measure.fitted_heads import labelling_by, renamed_classes, scores_by, take_head, with_heads
 from ..measure.objectives import TokenLoss, batch_for
@@ -329,11 +331,13 @@ def _text_notes(models: Sides[Model], samples: DatasetSamples, cut: Sides[int]) 
 def conditions_of(about: Mapping[str, Any], config: Config, **resolved: Any) -> dict[str, Any]:
     """What decides a result, as JSON values: inputs without their paths, and options that are no mere control.
 
-    `resolved` are the values of options as they are used.
+    `resolved` are the values of options as they are used. A head that is a file counts with what it holds.
     """
     control = {item.name for item, option in config.options() if option.control} | resolved.keys()
     options = {name: value for name, value in config.to_json().items() if name not in control}
     kept = {key: about[key] for key in DECIDING if key in about}
+    if (head := options.get("head")) is not None and Path(head).is_file():
+        kept["head"] = [*file_digests([head]).values()]
     plain: dict[str, Any] = _without_paths(json.loads(to_json({"options": options, **resolved, **kept})))
     return plain
 
