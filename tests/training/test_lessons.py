@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from builders.classifiers import write_classifier
 from builders.lessons import ANSWERS, PROMPTS, SOUNDS, Animals
 from builders.texts import LARGE, SENTENCES, SMALL, gpt_tokenizer, make, t5_tokenizer, write
+from tuneport import transfer
 from tuneport.config import DistillConfig
 from tuneport.data.dataset import Dataset
 from tuneport.errors import DataError
@@ -276,3 +278,23 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert all(one > other for one, other in pairwise(rates[4:]))
     assert rates[7] == pytest.approx(0.5)
+
+
+def test_samples_of_a_port_that_judge_are_not_the_shortest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are measured in the order of their lengths, and taught in another."""
+    source, tuned, target, _ = write_classifier(tmp_path)
+    data = Dataset(["word " * (1 + place % 30) + str(place) for place in range(60)], None, ())
+    ported = transfer(source, tuned, target, data, scale=1.0, samples=60)
+    judged: list[Any] = []
+
+    def seen(*given: Any) -> Any:
+        judged.append(divide(*given))
+        return judged[-1]
+
+    monkeypatch.setattr("tuneport.training.distill.divide", seen)
+    ported.distill(1)
+    (held_out, taught), *_ = judged[0].folds
+    lengths = [[len(text) for text in part.chosen.inputs] for part in (held_out, taught)]
+    assert len(lengths[0]) == 10
+    assert len(lengths[1]) == 50
+    assert max(lengths[0]) > np.median(lengths[1])

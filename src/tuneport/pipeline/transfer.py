@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -167,13 +168,16 @@ class Result:
         config = DistillConfig.of(**{"steps": steps, "seed": self.config.seed, **options})
         if idle := sorted(options.keys() - {"learning_rate", "batch_size", "seed", "extra", "lora"}):
             raise OptionError(f"`{idle[0]}` is for `tuneport.distill`: models and samples are those of the port.")
-        extra, calibration, events = None, self.setup.calibration, events or Events()
-        if config.extra is not None and isinstance(calibration.samples, DatasetSamples):
-            head = None if calibration.heads is None else calibration.heads.source
-            old = OldModel(self.setup.models, self.setup.change.vector, head)
-            others = read_extra(old, calibration.samples.chosen, config, events)
+        extra, samples, events = None, self.setup.calibration.samples, events or Events()
+        if isinstance(samples, DatasetSamples) and samples.dataset.kind == "text":
+            # they are in the order of their lengths: the shortest would judge
+            samples = samples.take(np.random.default_rng(config.seed).permutation(len(samples)))
+        if isinstance(samples, DatasetSamples) and config.extra is not None:
+            heads = self.setup.calibration.heads
+            old = OldModel(self.setup.models, self.setup.change.vector, None if heads is None else heads.source)
+            others = read_extra(old, samples.chosen, config, events)
             extra = None if others is None else Extra(others)
-        return self.taught(config, extra=extra, events=events, saved=saved)
+        return self.taught(config, samples, extra=extra, events=events, saved=saved)
 
     def taught(self, config: DistillConfig, samples: Samples | None = None, **more: Any) -> Result:
         """As `distill`, with all options of a distillation."""
