@@ -66,6 +66,10 @@ class Upgrade:
         rows = [f"{row.name}: score {row.score}, agreement {row.agreement}" for row in self.routes]
         return "\n".join([f"Upgrade({self.decision})", *rows])
 
+    def record(self) -> dict[str, Any]:
+        """The table and the decision, as in the run record."""
+        return {"routes": [row.row() for row in self.routes], "chosen": self.chosen, "decision": self.decision}
+
     def save(self, out: str | Path, **options: Any) -> Path:
         """Write the chosen route; see `Result.save`."""
         if self.result is None:
@@ -127,15 +131,11 @@ def upgrade_to_folder(
 
         def make(work: Work) -> Mapping[str, Any]:
             found = _upgrade(opened, config, events, work)
-            about = {"routes": [row.row() for row in found.routes], "chosen": found.chosen, "decision": found.decision}
-            if found.result is None:
-                return {**about, "out": None}
+            result = found.result
+            if result is None:
+                return {**found.record(), "out": None}
             events.step("writing")
-            said = {"headline": found.decision, "recommendation": NEXT}
-            result = replace(found.result, record={**found.result.record, **about, **said})
-            lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in found.disagreements)
-            texts = {"disagreements.jsonl": lines}
-            return by_first(lambda: result.write(out, texts=texts, overwrite=config.overwrite))
+            return by_first(lambda: result.write(out, overwrite=config.overwrite))
 
         work = Work(out, conditions_of(opened.about, config), config.save_every)
         return dict(write_taught(work, output_of(opened.asked), config, make))
@@ -169,11 +169,15 @@ def _upgrade(opened: _Opened, config: UpgradeConfig, events: Events, work: Work 
     chosen = judge.choose(rows)
     stored = not routes.lessons.few or config.keep_texts  # what was written is stored only if that is asked for
     shown = disagreements(judge, rows, chosen) if stored else ()
-    result = None if chosen is None else made[chosen]
-    if result is not None:  # the options are those of an upgrade, not of the transfer that a route is
-        about = {key: opened.about[key] for key in ("options", "fingerprint")}
-        result = replace(result, record={**result.record, **about})
-    return Upgrade(tuple(rows), chosen, decision(judge, rows, chosen), result, shown)
+    found = Upgrade(tuple(rows), chosen, decision(judge, rows, chosen), None, shown)
+    if chosen is None:
+        return found
+    # the options are those of an upgrade, not of the transfer that a route is
+    about = {key: opened.about[key] for key in ("options", "fingerprint")} | found.record()
+    about |= {"headline": found.decision, "recommendation": NEXT}
+    lines = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in shown)
+    texts = {**made[chosen].texts, "disagreements.jsonl": lines}
+    return replace(found, result=replace(made[chosen], record={**made[chosen].record, **about}, texts=texts))
 
 
 @dataclass(frozen=True, eq=False)
