@@ -110,6 +110,11 @@ class TestWords:
         assert said.endswith("; no held-out sample is answered owl any more (the old model: 20)")
         assert "any more" not in decision(judge, [*rows[:2], row("port", 9)], "port")
 
+    def test_a_route_that_is_nearer_and_still_far_is_not_recommended(self, judge: RouteJudge) -> None:
+        rows = [row("old", 0), row("target", 60), row("port", 31), row("distill", 30)]
+        assert decision(judge, rows, "port").startswith("the best route is port, but its model is still far")
+        assert decision(judge, rows, "distill").startswith("use the new model by the route distill: ")
+
     def test_an_answer_that_the_old_model_hardly_gives_is_not_called_lost(self, judge: RouteJudge) -> None:
         judge.answers = np.where(np.arange(COUNT) < 2, 2, 0)
         new = row("port", COUNT, to=0)

@@ -20,6 +20,7 @@ TEXT = 200  # characters of a text
 SHOWN = 50  # disagreements that are written
 LOST = 3  # times at least that the old model gives an answer whose loss is said
 MOST_LOST = 3  # such answers that are named
+FAR = 50.0  # percent of agreement, below which a model is no replacement of the old one
 
 
 def decision(judge: RouteJudge, rows: Sequence[RouteScore], chosen: str | None) -> str:
@@ -32,7 +33,10 @@ def decision(judge: RouteJudge, rows: Sequence[RouteScore], chosen: str | None) 
     gone = [f"no held-out sample is answered {name} any more (the old model: {n})" for name, n in _lost(judge, row)]
     more = "".join(f"; {text}" for text in gone[:MOST_LOST])
     more += f"; nor {len(gone) - MOST_LOST} other answers" if len(gone) > MOST_LOST else ""
-    return f"use the new model by the route {chosen}: {said}, the target as it is {before}{flips}{more}"
+    verdict = f"use the new model by the route {chosen}"
+    if row.agreement is not None and row.agreement < FAR:
+        verdict = f"the best route is {chosen}, but its model is still far from the old one"
+    return f"{verdict}: {said}, the target as it is {before}{flips}{more}"
 
 
 def _lost(judge: RouteJudge, row: RouteScore) -> list[tuple[str, int]]:
