@@ -118,6 +118,9 @@ def test_offline_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="the hub has no such model, or it cannot be reached") as caught:
         local("org/certainly-not-in-the-cache")
     assert "\n" not in str(caught.value)
+    (tmp_path / "my-model-lora").mkdir()
+    with pytest.raises(CheckpointError, match=r"Did you mean my-model-lora\? Give a path"):
+        local("my-model-lra")
 
 
 @pytest.mark.usefixtures("hub")

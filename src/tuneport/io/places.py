@@ -94,7 +94,7 @@ def why_unknown(reference: str, kind: RepoKind = "model") -> str:
 def _not_found(name: str, kind: RepoKind, error: Exception) -> str:
     return (
         f"there is no path {name}, and the hub has no such {kind}, or it cannot be reached: "
-        f"{brief(error).rstrip(':')}. Give a path that exists, or check the name and the network."
+        f"{brief(error).rstrip(':')}.{nearest_path(name)} Give a path that exists, or check the name and the network."
     )
 
 
