@@ -214,6 +214,7 @@ def test_all_mismatches_are_in_one_error(tmp_path: Path) -> None:
     ) as error:
         read(folder, clip(width=24))
     assert "visual_projection.weight (8, 16) vs (8, 24)" in str(error.value)
+    assert str(error.value).endswith(". Give the base that it was trained from.")
     with pytest.raises(CheckpointError, match=r"\(no such module, or its weight is tied to another\)"):
         read(folder, llama())
     (folder / "adapter_model.safetensors").unlink()

@@ -98,7 +98,7 @@ def task_vector_of(
         stated = adapter.config.get("base_model_name_or_path") or "not named in its configuration"
         raise CheckpointError(
             f"{len(wrong)} parts of the adapter {adapter.name}, whose base is {shortened(stated)}, do not fit: "
-            f"{first_of(wrong)}."
+            f"{first_of(wrong)}. Give the base that it was trained from."
         )
     whole = {name: key for name, key in whole.items() if name not in loras}
 
