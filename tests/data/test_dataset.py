@@ -63,6 +63,7 @@ def test_align_labels(classes: tuple[str, ...], head: tuple[str, ...], expected:
             ("a", "b"),
             ["2 of 3 classes of pets are unknown to the head: x, y. The head has 2: a, b."],
         ),
+        (("x", "y"), ("0", "1"), ["of an adapter without names, pass them as `classes`."]),
         (("0", "1", "2"), ("a", "b"), ["3 of 3 classes of pets are unknown to the head: 0, 1, 2."]),
         (("0", "00"), ("a", "b"), ["unknown to the head: 0, 00."]),
         (("crane", "b"), ("crane", "b", "crane"), ["more than one class is called crane"]),

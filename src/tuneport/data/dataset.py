@@ -234,7 +234,8 @@ def align_labels(dataset: Dataset, classes: Sequence[str]) -> Dataset:
         raise DataError(
             f"{len(unknown)} of {len(dataset.classes)} classes of {dataset.name} are unknown to the head: "
             f"{first_of(unknown)}. The head has {len(head)}: {first_of(head)}. "
-            "Name the classes as the head does, or number them in its order from 0."
+            "Name the classes as the head does, or number them in its order from 0"
+            + ("; of an adapter without names, pass them as `classes`." if as_numbers(head) else ".")
         )
     repeats = Counter(head) | Counter(dataset.classes)
     if twice := [name for name in dict.fromkeys(dataset.classes) if repeats[name] > 1]:
