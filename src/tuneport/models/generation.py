@@ -107,8 +107,8 @@ def _encode(model: Model, prompts: Sequence[Prompt], new: int) -> list[list[int]
             first = (reader.tokenizer.bos_token_id, reader.tokenizer.eos_token_id, *sorted(reader.ends), 0)
             rows.append(row or [int(token) for token in first if token is not None][:1])
     longest = max(map(len, rows), default=0)
-    if longest > (room := reader.limit - new * causal):
-        most = f"{model.name} reads at most {room}" + causal * f" before {new} new ones"
+    if longest > reader.limit - new * causal:
+        most = f"{model.name} reads at most {reader.limit}" + causal * f" with {new} new ones"
         raise DataError(f"a prompt has {longest} tokens, and {most}. Shorten it.")
     return rows
 
