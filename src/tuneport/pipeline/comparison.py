@@ -83,7 +83,7 @@ def usual_test(
     try:
         test = read_test(data, columns)
         if test.origin.split == "all":
-            return "the data have no test split"
+            return "the data have no test split; --evaluate scores samples that calibration does not use"
         check_test(target, calibration, test)
         if test.labels is None:
             return "the test split has no labels"
