@@ -35,6 +35,7 @@ from ..runtime.resume import Work, fingerprint
 from ..synthetic.samples import OldModel
 from ..task_vectors.lora_format import Adapter
 from ..task_vectors.vector import TaskVector
+from ..training.student import require_lora
 from ..types import Events, Sides
 from .evaluate import with_protocol
 from .inputs import about_inputs, conditions_of
@@ -108,6 +109,8 @@ def _prepare(
     """Open teacher and student and draw the samples; also the change that makes the source the teacher."""
     if data is None and config.synthetic is None:
         raise OptionError("a distillation needs samples: pass `data`, or `synthetic=N` and `describe`, one sentence.")
+    if config.lora is not None:
+        require_lora()
     device = pick_device(config.device)
     tuned = opened(local(finetuned) if isinstance(finetuned, (str, Path)) else finetuned)
     part = isinstance(tuned, (Adapter, TaskVector)) or (isinstance(tuned, (str, Path)) and Path(tuned).is_file())

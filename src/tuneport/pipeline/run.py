@@ -23,6 +23,7 @@ from ..processes import by_first, ranks
 from ..runtime.passes import Costs, Passes
 from ..runtime.resume import Work, fingerprint
 from ..training.division import FEW, FEW_STUDENTS
+from ..training.student import require_lora
 from ..types import FORMATS, Events, ScaleRule
 from .comparison import USUAL, Comparison, Role, check_test, compare, read_test, summarize, usual_test
 from .evaluate import open_written, with_protocol
@@ -102,6 +103,8 @@ def write_run(
     update = Update(setup.models.target, setup.change.vector, fits_head=setup.change.fits_head)
     method.check(setup.plan)
     output.check(setup.plan, update, method)
+    if config.distill is not None and config.rank is not None:
+        require_lora()
     for model in setup.models if config.distill is not None else ():
         model.require_in_memory("a distillation", "give a larger one, or leave `distill` out")
     if isinstance(test, Dataset):

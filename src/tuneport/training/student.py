@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -55,11 +56,16 @@ def _whole(model: Model, start: TaskVector) -> Student:
     return Student(module, change)
 
 
+def require_lora() -> None:
+    """Refuse a LoRA that cannot be trained here, before anything is measured."""
+    if find_spec("peft") is None:
+        raise TuneportError('training a LoRA needs peft: pip install "tuneport[adapters]".')
+
+
 def _with_lora(model: Model, start: TaskVector, rank: int, seed: int) -> Student:
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise TuneportError('training a LoRA needs peft: pip install "tuneport[adapters]".') from error
+    require_lora()
+    from peft import LoraConfig, inject_adapter_in_model
+
     # the frozen weights are shared with the model, under parameters of their own
     shared = {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in model.module.parameters()}
     module = copy.deepcopy(model.module, shared)
