@@ -78,6 +78,14 @@ def test_a_copy_to_the_same_base_agrees_and_ends_the_search(copied: Upgrade) -> 
     assert "route copy" in found.decision
 
 
+def test_what_python_saves_says_what_was_measured(copied: Upgrade, tmp_path: Path) -> None:
+    copied.save(tmp_path / "out")
+    record = json.loads((tmp_path / "out" / "tuneport.json").read_text())
+    assert (record["chosen"], record["decision"]) == ("copy", copied.decision)
+    assert "not measured" not in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "disagreements.jsonl").is_file()
+
+
 def test_the_flips_are_those_of_plain_transformers(zoo: Zoo, tuned: Path, images: Path, copied: Upgrade) -> None:
     """The target keeps its own head: its row is what transformers says of the held-out samples."""
     held_out = copied.result.record["data"]["indices"][: round(0.25 * COUNT)]  # type: ignore[union-attr]
@@ -118,6 +126,8 @@ def test_the_output_has_the_table_and_the_disagreements(
     again = run("upgrade", *words, "--out", place / "out")
     assert again.code == 1
     assert "exists already" in again.err
+    done = run("upgrade", *words, "--out", place / "out", "--overwrite")
+    assert f"next: tuneport evaluate {place / 'out'} --data {images}\n" in done.out
 
 
 @pytest.mark.parametrize("kind", ["model", "task-vector"])

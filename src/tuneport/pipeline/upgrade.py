@@ -40,6 +40,7 @@ from ..training.neutral import TOLERANCE, Neutral
 from ..types import FORMATS, Events, Sides
 from .distill import about_others, told
 from .estimate import check_same_shapes
+from .evaluate import with_protocol
 from .inputs import about_inputs, conditions_of, open_models, read_change
 from .lessons import MOST_SAMPLES, PORTED, Lessons, UpgradeSamples, divide, read_own, samples_of
 from .run import check_out, claimed_by_first, write_taught
@@ -131,10 +132,13 @@ def upgrade_to_folder(
 
         def make(work: Work) -> Mapping[str, Any]:
             found = _upgrade(opened, config, events, work)
-            result = found.result
-            if result is None:
+            if found.result is None:
                 return {**found.record(), "out": None}
             events.step("writing")
+            record: Mapping[str, Any] = found.result.record
+            if config.template is None:  # an evaluation has none
+                record = with_protocol(record, found.result.target, inputs.data, config)
+            result = replace(found.result, record=dict(record))
             return by_first(lambda: result.write(out, overwrite=config.overwrite))
 
         work = Work(out, conditions_of(opened.about, config), config.save_every)
