@@ -23,7 +23,7 @@ from tuneport import upgrade
 from tuneport.config import TransferInputs, UpgradeConfig
 from tuneport.data.dataset import Dataset
 from tuneport.data.samplers import select
-from tuneport.errors import OptionError
+from tuneport.errors import OptionError, TuneportError
 from tuneport.pipeline.upgrade import Upgrade, upgrade_to_folder
 from tuneport.runtime.resume import Work
 
@@ -70,6 +70,14 @@ class TestLanguageModels:
         lines = (place / "out" / "disagreements.jsonl").read_text().splitlines()
         shown = sorted((one["text"], one["old"]) for one in map(json.loads, lines))
         assert shown == sorted((PROMPTS[index], ANSWERS[index]) for index in wrong)
+
+    def test_a_lora_that_cannot_be_trained_is_refused_at_once(
+        self, animals: Animals, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tuneport.training.student.find_spec", lambda _: None)
+        monkeypatch.setattr("tuneport.pipeline.upgrade._prepare", lambda *_: pytest.fail("it began"))
+        with pytest.raises(TuneportError, match="training a LoRA needs peft"):
+            upgrade(animals.base, animals.tuned, animals.target, animals.texts, template=TEMPLATE)
 
     def test_answers_of_the_data_are_a_score(self, animals: Animals, tmp_path: Path) -> None:
         """The old model is right on all but those whose answers are wrong in the data; routes do not see them."""

@@ -37,6 +37,7 @@ from ..report.provenance import data_identity
 from ..runtime.resume import Work, fingerprint
 from ..synthetic.samples import OldModel
 from ..training.neutral import TOLERANCE, Neutral
+from ..training.student import require_lora
 from ..types import FORMATS, Events, Sides
 from .distill import about_others, told
 from .estimate import check_same_shapes
@@ -207,6 +208,8 @@ def _open(source: Any, tuned: Any, target: Any, data: Any, config: UpgradeConfig
         drawn = {**data_identity(data, own, np.arange(len(own))), "indices": indices.tolist()}
     models = open_models(source, target, _transfer_config(config))
     asked = _transfer_config(config, models.target)
+    if asked.rank is not None and {"distill", "synthetic"} & set(config.routes):
+        require_lora()
     models, change = read_change(models, tuned, asked, has_samples=True)
     if not is_whole(models.source, change, config.exclude):
         raise TuneportError("an upgrade asks the old model, which must be whole: leave out `exclude`.")
