@@ -354,7 +354,7 @@ def _print_plan(found: Record, layers: bool) -> None:
 
 def _route_words(row: Record) -> str:
     if "why_not" in row:
-        return f", not: {row['why_not']}"
+        return f", not: {as_options(row['why_not'])}"
     written = f" and {row['written']} written ones" if "written" in row else ""
     steps = f" in {row['steps']} steps" if "steps" in row else ""
     steps += f", for up to {row['students']} students" if "students" in row else ""
