@@ -423,6 +423,7 @@ class TestPlots:
         text = " ".join(" ".join(Tree(report_page(record | {"distilled": found})).text).split())
         for words in ("training 1.125", "3.25", "50.0 %", "87.5 %", "The state after step 40 is kept: on 10 held-out"):
             assert words in text
+        assert f"distill 1.00 together {record['seconds'] + 1:.2f}" in text
         found |= {"folds": 2, "best": 0, "held_out": 90}
         text = " ".join(" ".join(Tree(report_page(record | {"distilled": found})).text).split())
         assert "each half judged the student that the other half had taught" in text
