@@ -46,6 +46,7 @@ class TestPlan:
         assert list(found) == ["copy", "port", "distill", "synthetic"]
         assert "have another shape there (" in found["copy"]["why_not"]
         assert "generator" in found["synthetic"]["why_not"]
+        assert "it needs --generator or --extra" in shown
         taught = found["distill"]["samples"]
         assert found["port"]["samples"] == min(taught, 200)
         assert found["distill"]["steps"] == 300
