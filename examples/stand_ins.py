@@ -129,7 +129,7 @@ def language_models(folder: Path, steps: int) -> Inputs:
         json.dumps({"messages": chat, "split": "test" if at >= train else "train"}) for at, chat in enumerate(pirate)
     ]
     (folder / "chats.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for name, width, depth in (("old-llm", 64, 2), ("new-llm", 128, 3)):
+    for name, width, depth in (("old-llm", 32, 2), ("new-llm", 64, 3)):
         sizes = _sizes(width, depth, len(tokenizer))
         config = transformers.LlamaConfig(**sizes, bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
         module = _seeded(lambda config=config: transformers.LlamaForCausalLM(config))
