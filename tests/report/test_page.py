@@ -497,6 +497,8 @@ def test_the_routes_of_an_upgrade_fit_a_narrow_page(record: dict[str, Any]) -> N
     assert "neutral, %</th>" in found
     assert "93.3 (84.1 to 97.4)</td>" in found
     assert "Flips" in more
+    far = {**routes[1], **full, "agreement": 49.0}
+    assert '<section class="answer unsure"' in report_page({**record, "routes": [far], "chosen": "port"})
 
 
 def test_a_check_without_a_sentence_has_no_row(record: dict[str, Any]) -> None:

@@ -110,7 +110,10 @@ def choose_head(model: Model, wanted: str | None, dataset: Any) -> Head:
         check_regular(path, DataError)
         if not path.is_file():
             known = f"it has {first_of(paths)}" if paths else "it has none"
-            raise DataError(f"{model.name} has no head '{wanted}': {known}. Pass one of its heads or a file as `head`.")
+            out = ", or leave it out" if model.outputs.logits is not None else ""
+            raise DataError(
+                f"{model.name} has no head '{wanted}': {known}. Pass one of its heads or a file as `head`{out}."
+            )
         return _described_head(model, path) if path.suffix == ".json" else _read_fitting(model, path)
     if model.outputs.logits is not None:
         return Head("classifier", model.outputs.classes)

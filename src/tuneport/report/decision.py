@@ -20,7 +20,7 @@ TEXT = 200  # characters of a text
 SHOWN = 50  # disagreements that are written
 LOST = 3  # times at least that the old model gives an answer whose loss is said
 MOST_LOST = 3  # such answers that are named
-FAR = 50.0  # percent of agreement, below which a model is no replacement of the old one
+FAR = 50.0  # percent of agreement
 
 
 def decision(judge: RouteJudge, rows: Sequence[RouteScore], chosen: str | None) -> str:
@@ -34,9 +34,14 @@ def decision(judge: RouteJudge, rows: Sequence[RouteScore], chosen: str | None) 
     more = "".join(f"; {text}" for text in gone[:MOST_LOST])
     more += f"; nor {len(gone) - MOST_LOST} other answers" if len(gone) > MOST_LOST else ""
     verdict = f"use the new model by the route {chosen}"
-    if row.agreement is not None and row.agreement < FAR:
+    if is_far(row.agreement):
         verdict = f"the best route is {chosen}, but its model is still far from the old one"
     return f"{verdict}: {said}, the target as it is {before}{flips}{more}"
+
+
+def is_far(agreement: float | None) -> bool:
+    """Whether a model with this agreement is no replacement of the old one."""
+    return agreement is not None and agreement < FAR
 
 
 def _lost(judge: RouteJudge, row: RouteScore) -> list[tuple[str, int]]:

@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..errors import printable
 from ..types import FORMATS
+from .decision import is_far
 from .plots import Figure, Number, is_finite, tracks
 from .record import Record
 from .summary import (
@@ -90,7 +91,13 @@ def render(template: str, **values: Any) -> str:
 def answer_of(record: Record) -> dict[str, Any]:
     """What the first screen shows of a record; without a test split, that there is none and how to get one."""
     outcome = record.get("outcome", "not measured")
-    style, sign = STYLES["gain" if record.get("chosen") else outcome]  # a route is chosen if it is clearly better
+    kind = outcome
+    for row in record.get("routes", ()):
+        if row["name"] == record.get(
+            "chosen"
+        ):  # it is clearly better than the target, and may be far from the old model
+            kind = "no clear change" if is_far(row.get("agreement")) else "gain"
+    style, sign = STYLES[kind]
     scores, advice = _scores(record), record.get("recommendation") or MEASURE
     return {
         "sentence": _sentence(record.get("headline") or UNMEASURED),
