@@ -26,7 +26,7 @@ def _answers(data: Dataset, _: Events) -> tuple[Dataset, Any]:
 @pytest.mark.parametrize("count", [16, 80, 2000])
 def test_samples_that_judge_are_not_taught(count: int) -> None:
     drawn = Dataset([f"text {place}" for place in range(count)], None, (), answers="none")
-    old: Any = SimpleNamespace(writes=False, answers=_answers)
+    old: Any = SimpleNamespace(writes=False, reads=False, answers=_answers)
     found = divide(old, None, drawn, UpgradeConfig.of(routes="distill"), None, Events())
     judging, taught = set(found.held_out.inputs), set(found.own.inputs)
     assert not judging & taught
@@ -113,7 +113,7 @@ def test_repeated_samples_do_not_judge_what_they_teach(chats: bool) -> None:
             [{"role": "user", "content": text}, {"role": "assistant", "content": one}]
             for text, one in zip(texts, said, strict=True)
         ]
-    old: Any = SimpleNamespace(writes=False, answers=_answers)
+    old: Any = SimpleNamespace(writes=False, reads=False, answers=_answers)
     given: Any = (UpgradeConfig.of(routes="distill"), None, Events())
     found = divide(old, None, Dataset(texts, None, ()), *given)
     judging, taught = ([str(prompt_of(one) if chats else one) for one in d.inputs] for d in (found.held_out, found.own))
@@ -128,7 +128,7 @@ def test_extra_samples_are_no_own_ones(tmp_path: Path) -> None:
     """A pool that holds the own samples teaches the others alone: own ones judge."""
     own, more = ([f"text {place}" for place in places] for places in (range(80), range(80, 100)))
     pool = write_rows(tmp_path / "pool.jsonl", [{"text": text} for text in (*own, *more)])
-    old: Any = SimpleNamespace(writes=False, answers=_answers)
+    old: Any = SimpleNamespace(writes=False, reads=False, answers=_answers)
     given: Any = (UpgradeConfig.of(routes="synthetic", extra=str(pool)), None, Events())
     found = divide(old, None, Dataset(own, None, ()), *given).of("synthetic")
     assert found.extra is not None

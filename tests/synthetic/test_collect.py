@@ -152,6 +152,7 @@ def test_progress_follows_what_is_asked_and_is_not_complete_before_the_last_roun
     seen: list[tuple[float, float]] = []
     none: Any = None
     old: Any = SimpleNamespace(
+        reads=True,
         models=Sides(SimpleNamespace(name="old", inputs=SimpleNamespace(reader="a reader")), none),
         writes=False,
         head=SimpleNamespace(classes=CHOICES),
