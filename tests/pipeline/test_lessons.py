@@ -120,7 +120,7 @@ def test_repeated_samples_do_not_judge_what_they_teach(chats: bool) -> None:
     assert len(set(judging)) == len(judging) == 10
     assert len(taught) == 120
     assert not set(judging) & set(taught)
-    with pytest.raises(DataError, match="at least 16 own samples that differ, and there are 15"):
+    with pytest.raises(DataError, match=r"at least 16 own samples that differ, and there are 15: give more `data`\."):
         divide(old, None, Dataset([f"text {place % 15}" for place in range(160)], None, ()), *given)
 
 
