@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.request import Request, urlopen
 
 import torch
+from jinja2 import TemplateError
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
@@ -52,8 +53,10 @@ def handler(chat: Chat) -> type[BaseHTTPRequestHandler]:
                 return self.reply(404, {"error": {"message": f"no such path: {self.path}"}})
             try:
                 given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if given.get("stream"):
+                    raise ValueError("this server does not stream: leave out `stream`")
                 said = chat.answer(given["messages"], given.get("max_tokens", 256), given.get("temperature", 0.0))
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, TemplateError) as error:
                 return self.reply(400, {"error": {"message": f"{type(error).__name__}: {error}"}})
             choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
             return self.reply(200, {"object": "chat.completion", "model": chat.name, "choices": [choice]})
