@@ -1,4 +1,4 @@
-"""tuneport: port a fine-tune to a new base model, without training.
+"""tuneport: port a fine-tune to a new base model.
 
 The public names; each is imported from its module when it is first used, so that `import tuneport` and
 `tuneport --help` do not wait for torch.

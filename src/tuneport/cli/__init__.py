@@ -142,7 +142,7 @@ def root(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Port a fine-tune to a new base model, without training.
+    """Port a fine-tune to a new base model.
 
     [bold]Start here:[/bold] tuneport demo
     """
