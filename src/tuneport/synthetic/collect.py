@@ -179,8 +179,8 @@ def check(collected: Rounds, goal: Goal, prompts: Prompts) -> None:
     """Raise a DataError if the texts cannot bring the task, with what was dropped and what to do."""
     count, given, choices = len(collected.texts), shares(collected.answers), prompts.choices
     told, seen = sum(collected.dropped.get(PROBE, {}).values()), collected.judged.get(PROBE, 0)
-    more = "Give more seed samples" if prompts.seeds else "Give seed samples"
-    advice = f"{more}, a sentence that says more (`describe`), or another `generator`."
+    more = "more seed samples" if prompts.seeds else "seed samples"
+    advice = f"Give {more} (`data`), a sentence that says more (`describe`), or another `generator`."
     if told > TOLD * seen:
         raise DataError(
             f"a probe tells {told} of {seen} written texts from own samples at once: they are of another kind. {advice}"
