@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,25 @@ def test_a_complete_output_is_scored_when_it_is_asked_for(run: Run, zoo: Zoo, pl
         assert sorted(file.name for file in out.iterdir() if file.is_file()) == sorted(
             name for name in done.json["files"] if "/" not in name
         )
+
+
+def test_a_test_split_that_changed_is_scored_again(run: Run, zoo: Zoo, place: Path) -> None:
+    data, out = place / "data", place / "out"
+
+    def write(split: str, count: int, seed: int, moved: int = 0) -> None:
+        for number, (pixels, label) in enumerate(zip(*images(count, seed, 3), strict=True)):
+            folder = data / split / str(CLASSES[(label + moved) % 3])
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+
+    write("train", 24, 1)
+    write("test", 30, 2)
+    given = [*loud(zoo, data, out), "--accept-unlikely", "--evaluate", "--json"]
+    first = run(*given)
+    assert first.code == 0, first.err
+    shutil.rmtree(data / "test")
+    write("test", 30, 2, moved=1)  # as many samples, of other classes
+    again = run(*given, "--resume").json["evaluation"]
+    assert again["samples"] == first.json["evaluation"]["samples"]
+    assert again["before"] == pytest.approx(accuracy(zoo["vit-target"], data, range(30)))
+    assert again["before"] != first.json["evaluation"]["before"]

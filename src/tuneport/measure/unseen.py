@@ -47,6 +47,12 @@ class Unseen:
         return self.shared > 0 and self.test.origin.split == "all"
 
     @property
+    def digest(self) -> str:
+        """SHA-256 of the samples and their labels."""
+        labels = None if self.test.labels is None else self.test.labels.tolist()
+        return hashlib.sha256(json.dumps([[*_contents(self.test)], labels, [*self.test.classes]]).encode()).hexdigest()
+
+    @property
     def note(self) -> str:
         """For the user, where samples are left out."""
         if self.held_out:

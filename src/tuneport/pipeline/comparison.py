@@ -186,7 +186,7 @@ class Comparison:
     def record(self) -> dict[str, Any]:
         """The entries of the run record."""
         before, after, samples = self.scored["target"], self.written, len(self.on.test)
-        entry: dict[str, Any] = {"data": self.on.test.name, "samples": samples}
+        entry: dict[str, Any] = {"data": self.on.test.name, "samples": samples, "sha256": self.on.digest}
         if self.on.shared:
             entry |= {"shared": self.on.shared, "held_out": self.on.held_out}
         entry |= {"protocol": self.protocol, "metric": self.metric, "before": before.value, "after": after.value}

@@ -117,7 +117,7 @@ def write_run(
     work = Work(out, conditions_of(setup.about, config, method=name_of(method), scale=setup.scale), config.save_every)
     if config.resume and (done := finished(work, output)) is not None:
         events.note(f"{out} was complete already")
-        if isinstance(on, str) or done.get("evaluation", {}).get("samples") == len(on.test):
+        if isinstance(on, str) or done.get("evaluation", {}).get("sha256") == on.digest:
             return done
         events.step("scoring the test split")
         return _score_finished(setup, out, config, done, on)
