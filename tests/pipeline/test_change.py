@@ -96,6 +96,7 @@ def outputs_at(module: Any, size: int) -> Tensor:
         ({"target_modules": ["q_proj", "embed_tokens"]}, False),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, True),
         ({"target_modules": ["q_proj"]}, True),
+        ({"target_modules": ["q_proj"], "save_embedding_layers": True}, True),  # peft does, if tokens were added
     ],
 )
 def test_an_adapter_that_unties_tables_is_refused(tmp_path: Path, options: dict[str, Any], one: bool) -> None:
@@ -103,6 +104,9 @@ def test_an_adapter_that_unties_tables_is_refused(tmp_path: Path, options: dict[
     peft = pytest.importorskip("peft")
     tokenizer = gpt_tokenizer(300)
     base = write(tmp_path / "base", make("llama-tied", vocab_size=300), tokenizer)
+    options, saving = dict(options), {}
+    if "save_embedding_layers" in options:
+        saving["save_embedding_layers"] = options.pop("save_embedding_layers")
     model, generator = (
         peft.get_peft_model(load(base), peft.LoraConfig(r=2, **options)),
         torch.Generator().manual_seed(0),
@@ -113,7 +117,7 @@ def test_an_adapter_that_unties_tables_is_refused(tmp_path: Path, options: dict[
                 seed = 1 if one and "modules_to_save" in name else None  # one change for both tables
                 drawn = generator if seed is None else torch.Generator().manual_seed(seed)
                 parameter += 0.1 * torch.randn(parameter.shape, generator=drawn)
-    model.save_pretrained(tmp_path / "lora")
+    model.save_pretrained(tmp_path / "lora", **saving)
     source, ids = open_model(base), torch.arange(8)[None]
     adapter = opened(tmp_path / "lora")
     if not one:
@@ -121,7 +125,12 @@ def test_an_adapter_that_unties_tables_is_refused(tmp_path: Path, options: dict[
             change_of(source, adapter)
         assert 'exclude=["model.embed_tokens.weight"]' in str(error.value)
         assert all("q_proj" in name for name in change_of(source, adapter, ["model.embed_tokens.weight"]))
+        with pytest.raises(CheckpointError, match="share one table"):
+            extract(base, tmp_path / "lora")
+        assert all("q_proj" in name for name in extract(base, tmp_path / "lora", exclude=["model.embed_tokens.weight"]))
         return
+    apply(extract(base, tmp_path / "lora"), base, tmp_path / "whole")
+    torch.testing.assert_close(load(tmp_path / "whole")(ids).logits, model.eval()(ids).logits, atol=1e-5, rtol=1e-5)
     with torch.no_grad(), finetuned(source, change_of(source, adapter)):
         found = source.module(ids).logits
         # sums in another order

@@ -91,9 +91,9 @@ def change_of(source: Model, finetuned: Finetuned, exclude: Sequence[str] = ()) 
     live = {file: name for name, file in source.weights.file_names.items()}
     if isinstance(finetuned, Adapter):
         base, turned = source.stored_parameters(), transposed_weights(source.module)
-        whole = replace(finetuned, tensors=_cut_tables(source, finetuned, finetuned.tensors))
+        whole = one_table(source, finetuned, exclude)
+        whole = replace(whole, tensors=_cut_tables(source, whole, whole.tensors))
         vector = task_vector_of(as_lora(whole, source.module), base, other_names=live, transposed=turned)
-        _check_tied(source, finetuned, exclude)
         vector = vector.subset(name for name in vector if not source.matches(name, exclude))
     else:
         given = _stored(finetuned)
@@ -273,24 +273,31 @@ def _keys(source: Model, finetuned: Finetuned, tensors: Iterable[str]) -> dict[s
     return {name: key for name, key in found.items() if key is not None}
 
 
-def _check_tied(source: Model, adapter: Adapter, exclude: Sequence[str]) -> None:
-    """Refuse an adapter that makes two tables of one that the source ties, as peft does unless it is told not to."""
+def one_table(source: Model, adapter: Adapter, exclude: Sequence[str] = ()) -> Adapter:
+    """The adapter without its copy for an output layer that has the table of the embedding in the source.
+
+    Refuses one that makes two tables of it, as peft does unless it is told not to.
+    """
     tables = _tables_of(source)
-    if len(set(tables.values())) == len(tables) or source.matches(tables["input"], exclude):
-        return
+    if len(set(tables.values())) == len(tables):
+        return adapter
     module: Any = source.module
     owners = (module.get_input_embeddings(), module.get_output_embeddings())
     paths = [next(path for path, part in module.named_modules() if part is owner) for owner in owners]
-    base, names, changes = source.stored_parameters(), plain_names(adapter), []
-    for path in paths:
-        parts = {name.removeprefix(path): adapter.tensors[key] for name, key in names.items() if f"{path}." in name}
-        changes.append({part: tensor for part, tensor in parts.items() if not _equal(tensor, base[tables["input"]])})
+    base, names, changes = source.stored_parameters()[tables["input"]], plain_names(adapter), []
+    sides = [{name.removeprefix(path): key for name, key in names.items() if f"{path}." in name} for path in paths]
+    for keys in sides:
+        parts = {part: adapter.tensors[key] for part, key in keys.items()}
+        changes.append({part: tensor for part, tensor in parts.items() if not _equal(tensor, base)})
     one, two = changes
-    if one.keys() != two.keys() or not all(_equal(tensor, two[part]) for part, tensor in one.items()):
+    same = one.keys() == two.keys() and all(_equal(tensor, two[part]) for part, tensor in one.items())
+    if not same and not source.matches(tables["input"], exclude):
         raise CheckpointError(
             f"{adapter.name} does not change {' and '.join(paths)} in one way, and they share one table in "
-            f'{source.name}. A transfer can leave it out: `exclude=["{tables["input"]}"]`.'
+            f'{source.name}. Leave it out: `exclude=["{tables["input"]}"]`.'
         )
+    twice = {*sides[1].values()}
+    return replace(adapter, tensors={key: adapter.tensors[key] for key in adapter.tensors if key not in twice})
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

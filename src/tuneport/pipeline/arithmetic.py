@@ -16,7 +16,7 @@ from ..io.output import check_new
 from ..io.places import check_no_parts, local
 from ..io.tensors import check_finite, describe
 from ..measure.fitted_heads import is_head
-from ..models.change import between, check_changes, exclude_note, names_of
+from ..models.change import between, check_changes, exclude_note, names_of, one_table
 from ..models.open import open_model, open_stored, path_of
 from ..outputs import ModelOutput, output_of
 from ..report.provenance import files_identity, identity_of, package_version, versions
@@ -77,7 +77,7 @@ def _difference(
     base = local(str(base))
     tensors = open_stored(base).tensors
     if change is not None:
-        vector = _without(_extract_adapter(base, tensors, change), exclude)
+        vector = _without(_extract_adapter(base, tensors, change, exclude), exclude)
     else:
         check_no_parts(finetuned)
         vector = between(tensors, open_stored(finetuned).tensors, exclude)
@@ -86,15 +86,23 @@ def _difference(
     return vector
 
 
-def _extract_adapter(base: str | Path, stored: Mapping[str, Tensor], adapter: Adapter) -> TaskVector:
-    """The change of an adapter under the names in the base's files; the base is opened only if they differ."""
+def _extract_adapter(
+    base: str | Path, stored: Mapping[str, Tensor], adapter: Adapter, exclude: Sequence[str]
+) -> TaskVector:
+    """The change of an adapter under the names in the base's files.
+
+    The base is opened only if they differ, or if the adapter may change one of two tables that the base ties.
+    """
+    factors = all(".lora_A" in key or ".lora_B" in key for key in adapter.tensors)
     try:
-        return task_vector_of(adapter, stored)
+        vector = task_vector_of(adapter, stored)
+        if factors or not Path(base).is_dir():
+            return vector
     except CheckpointError:
         if not Path(base).is_dir():
             raise
     model = open_model(base)
-    names = model.weights.file_names
+    adapter, names = one_table(model, adapter, exclude), model.weights.file_names
     live = {name: file for name, file in names.items() if name not in stored}
     turned = {names[name] for name in transposed_weights(model.module)}
     return task_vector_of(as_lora(adapter, model.module), stored, other_names=live, transposed=turned)
