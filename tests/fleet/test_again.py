@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from builders.commands import Run, assert_refused
@@ -118,6 +119,26 @@ def test_outputs_are_recognised_without_a_summary(zoo: Zoo, here: Here, tmp_path
     assert [row.flips for row in again.rows] == [row.flips for row in first.rows]
     upgrade_all(listed, out, **given, overwrite=True)
     assert here.lines == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("change", ["adapter_model.safetensors", "own.npz"])
+def test_the_output_of_an_input_that_changed_is_no_output_of_this(
+    zoo: Zoo, here: Here, tmp_path: Path, listed: Path, change: str
+) -> None:
+    out, given = tmp_path / "out", common(zoo, listed)
+    upgrade_all(listed, out, **given)
+    place = next(file for file in (listed.parent / "a1" / change, listed.parent / change) if file.exists())
+    other = place.read_bytes()
+    if change == "own.npz":
+        arrays = dict(np.load(place))
+        np.savez(place, **{**arrays, "x_train": 255 - arrays["x_train"]})
+    else:
+        place.write_bytes(other[:-4] + b"\0\0\0\1")
+    with pytest.raises(ListError, match=r"lines? .*a1 exists already, and is not what this line asks for"):
+        upgrade_all(listed, out, **given)
+    place.write_bytes(other)
+    assert upgrade_all(listed, out, **given).headline == "2 written; 2 of them by an earlier start"
+    assert here.lines == [1, 2]
 
 
 @pytest.mark.parametrize("change", ["seed", "finetuned"])

@@ -28,6 +28,7 @@ import torch
 
 from ..config import TransferConfig, TransferInputs, UpgradeConfig, UpgradeInputs
 from ..errors import CheckpointError, TuneportError, brief, lacks_memory, reraised
+from ..io.fingerprint import file_digests
 from ..io.output import claimed
 from ..io.places import hub_name
 from ..models.base import Model
@@ -192,6 +193,7 @@ def _record(line: Line) -> Mapping[str, Any] | None:
         parts += [(record[key], str(getattr(inputs, key))) for key in ("source", "target")]
         same = record["command"] == "upgrade" and record["options"] == line.config.to_json()
         same = same and record["data"].get("path") == inputs.data and all(_is_at(*part) for part in parts)
+        same = same and all(map(_unchanged, (*tuned, record["data"])))  # the bases are as large as they are fixed
         return record if same and record["routes"] else None
     except (TuneportError, OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -204,6 +206,16 @@ def _is_at(entry: Mapping[str, Any], reference: str) -> bool:
         return bool(entry["name"] == reference)
     known = hub_name(Path(place))
     return os.path.realpath(place) == os.path.realpath(reference) or (known is not None and known[0] == reference)
+
+
+def _unchanged(entry: Mapping[str, Any]) -> bool:
+    """Whether the files of an input in a folder are those of its record; files that were added are not seen."""
+    home = Path(entry.get("path") or "")
+    if not home.exists():  # a name on the hub, or one before a path
+        return True
+    home = home.parent if home.is_file() else home
+    known = {os.path.normpath(home / name): digest for name, digest in entry.get("sha256", {}).items()}
+    return file_digests(known) == known
 
 
 class Desk:
