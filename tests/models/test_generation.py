@@ -178,7 +178,7 @@ def test_a_nucleus_is_the_same_beside_larger_and_smaller_ones() -> None:
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     model = writer(tmp_path / "a")
     assert model.inputs.reader is not None
-    with pytest.raises(DataError, match="at most 500 before 12 new ones"):
+    with pytest.raises(DataError, match="at most 512 with 12 new ones"):
         generate_texts(model, ["the cat " * 200], FREE)
     with pytest.raises(TuneportError, match="does not write texts"):
         generate_texts(replace(model, generation=None), PROMPTS, FREE)
