@@ -80,7 +80,7 @@ def _check_names(given: dict[str, Any], config: Config) -> None:
     if device is not None and device.partition(":")[0] not in DEVICES:
         wrong.append(f"device '{device}' is not available. Pass auto, cpu or cuda.")
     if weights is not None and len(weights) != len(given["finetuned"]):
-        wrong.append(f"got {len(weights)} `weights`: give one for each fine-tune, {len(given['finetuned'])} in all.")
+        wrong.append(f"{len(given['finetuned'])} fine-tunes and {len(weights)} `weights`: give a weight for each.")
     if config.command == "transfer" and given["data"] is None and method in METHODS and METHODS[method].needs_data:
         wrong.append(f"the method {method} needs calibration data: pass `data`.")
     if config.command == "evaluate" and (given["data"] is None) == (given["ask"] is None):
