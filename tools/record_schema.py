@@ -164,6 +164,7 @@ class Evaluation(TypedDict):
     held_out: NotRequired[
         Annotated[bool, Keywords(description="The data have one split, of which these are held out.")]
     ]
+    sha256: NotRequired[Digest]  # of the samples and their labels
     protocol: str
     metric: Literal["accuracy", "bits per character", "fidelity"]
     before: float

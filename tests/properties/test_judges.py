@@ -22,6 +22,7 @@ from torch import Tensor
 from builders.folders import CLASSES, images
 from builders.redrawn import image_case, moved, redrawn, same
 from builders.runs import Case, Listener, port, run
+from tuneport.config import DistillConfig
 from tuneport.data.dataset import Dataset
 from tuneport.data.formats import read_plain
 from tuneport.measure.samples import DatasetSamples, first_half
@@ -160,7 +161,7 @@ def taught(ported: Result, pixels: Any) -> list[Mark]:
     """The curves of both students of a distillation, one after the other."""
     marks: list[Mark] = []
     samples = replace(ported.setup.calibration.samples, dataset=dataset(pixels))
-    ported.distill(3, samples=samples, events=Listener(mark=marks.append))
+    ported.taught(DistillConfig(steps=3), samples, events=Listener(mark=marks.append))
     return marks
 
 
