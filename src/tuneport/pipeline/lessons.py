@@ -250,7 +250,7 @@ def divide(
                 raise
             failed = error
     elif count < FEWEST:
-        other = ", or the route synthetic" if can_write else ", or a `generator` that writes some" if old.reads else ""
+        other = ", or the route synthetic" if can_write else ""
         needed = f"an upgrade needs at least {FEWEST} own samples that differ, and there are {count}"
         raise DataError(f"{needed}: give more `data`{other}.")
     divided = drawn if few is None else few.data
