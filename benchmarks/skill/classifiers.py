@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.skill.cells import NEUTRAL_FILE, SMALL, Cell, Schedule
 from benchmarks.skill.place import Place, fast_products
-from benchmarks.skill.routes import Inputs, take_classifier
+from benchmarks.skill.routes import Inputs, scores_by_route, take_classifier
 from benchmarks.skill.scores import percent
 
 SOURCE, TARGETS = "minilm-l6", ("mpnet", "gte-small", "minilm-l3")
@@ -214,11 +214,14 @@ def make(place: Place, cell: Cell) -> dict[str, Any]:
         return _target(place, cell)
     folder = place.empty_folder(cell.name)
     found = _taken(place, cell, folder)
+
+    def score(path: Path) -> dict[str, Any]:
+        return _scores(Classifier(path, data, place.device).right(read(place.shared, data, place.small).test))
+
+    found |= scores_by_route(cell, folder, found["about"], score)
     if not folder.exists():  # the upgrade advises against every route
-        base = _target(place, Cell(cell.pair, cell.task, "target", cell.n, cell.draw))
-        return {**base, "seconds": found["seconds"], "about": found["about"]}
-    right = Classifier(folder, data, place.device).right(read(place.shared, data, place.small).test)
-    return {**_scores(right), **found}
+        return {**_target(place, Cell(cell.pair, cell.task, "target", cell.n, cell.draw)), **found}
+    return {**score(folder), **found}
 
 
 def _target(place: Place, cell: Cell) -> dict[str, Any]:
@@ -239,7 +242,7 @@ def _taken(place: Place, cell: Cell, folder: Path) -> dict[str, Any]:
     drawn = [text for text, _ in read(place.shared, data, place.small).draw(cell.draw or 0, cell.n or 0)]
     paths = _base(place, cell.source), place.folder(_old(cell.source, cell.task)), place.models / cell.target
     own, more = _write(folder.with_name(f"{folder.name}.jsonl"), drawn), None
-    if cell.arm == "extra":
+    if cell.arm in ("extra", "upgrade"):
         more = _write(folder.with_name(f"{folder.name}.extra.jsonl"), sentences(place.shared))
     elif cell.arm == "synthetic":
         more = place.models / GENERATOR

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.skill import classifiers, language, towers
+from benchmarks.skill.ablations import NAMES
 from benchmarks.skill.cells import ARMS, PAIRS, TASKS, Cell
 from benchmarks.skill.place import Place
 
@@ -62,7 +63,7 @@ class Group:
         for task in tasks:
             if task not in self.tasks:
                 raise SystemExit(f"unknown task {task!r}; known: {', '.join(self.tasks)}.")
-        counted = {arm.partition("@")[0]: "@" in arm for arm in self.arms}
+        counted = {arm.partition("@")[0]: "@" in arm for arm in self.arms} | dict.fromkeys(NAMES, True)
         for label in arms:
             arm, at, count = label.partition("@")
             if counted.get(arm) != bool(at) or (at and not count.isdigit()):

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.skill.cells import FEW_SHOT, NEUTRAL_FILE, TASKS, Cell, Parts, neutral_passages
 from benchmarks.skill.models import LanguageModel, Scores
 from benchmarks.skill.place import Place
-from benchmarks.skill.routes import Inputs, take
+from benchmarks.skill.routes import Inputs, scores_by_route, take
 
 
 def missing(models: Path, shared: Path, pairs: Sequence[str], tasks: Sequence[str]) -> list[str]:
@@ -64,7 +64,8 @@ def make(place: Place, cell: Cell) -> dict[str, Any]:
         about = take(cell, TASKS[cell.task], samples, inputs, folder, place.steps)
     spent = place.spent(started)
     lora = folder if (folder / "adapter_config.json").exists() else None
-    return {**_score(place, cell.target, cell.task, lora, parts), **spent, "about": about}
+    found = scores_by_route(cell, folder, about, lambda path: _score(place, cell.target, cell.task, path, parts))
+    return {**_score(place, cell.target, cell.task, lora, parts), **found, **spent, "about": about}
 
 
 def _open(place: Place, name: str) -> LanguageModel:

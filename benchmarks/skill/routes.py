@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.skill.ablations import ABLATIONS, STARTS, Ablation, every_route
 from benchmarks.skill.cells import Cell, Sample, Task
 
-ROUTES = {"copy": ("copy",), "port": ("port",), "upgrade": None}
+ROUTES = {"copy": ("copy",), "port": ("port",), "upgrade": None, **dict.fromkeys(STARTS, ("port", "distill"))}
 CLOSED_FORMS = ("cross-lora", "theseus", "bico")  # methods of `transfer`, at scale 1
 WRITTEN = 2000  # samples that models write
 RANK = 16  # of a student's LoRA
@@ -56,22 +57,21 @@ def take(
     options["steps"] = steps
     if task.form:
         options["template"] = task.form.replace("{}", "{text}")
-    if cell.arm in ("distill", "synthetic"):
-        if cell.arm == "synthetic":
-            options |= {"synthetic": WRITTEN if steps is None else 16, "keep_texts": True}
-            options |= {"describe": task.describe} if task.form and not samples else {}
-        source, adapter, target = models
-        options |= {"samples": len(samples) or None, "lora": RANK}
+    if cell.arm in ROUTES:
+        return _upgraded(cell, data, inputs, out, "adapter", **options)
+    ablation = ABLATIONS.get(cell.arm) or Ablation(cell.arm)
+    if ablation.arm == "synthetic":
+        options |= {"synthetic": WRITTEN, "keep_texts": True, **ablation.options}
+        options |= {"synthetic": 16} if steps is not None else {}
+        options |= {"describe": task.describe} if task.form and not samples else {}
+        options |= {"generator": str(inputs.source.parent / ablation.generator)} if ablation.generator else {}
+    source, adapter, target = models
+    options |= {"samples": len(samples) or None, "lora": RANK}
+    with ablation.changed():
         result = tuneport.distill(adapter, target, data, source, **options)
-        result.save(out)
-        kept = ("distilled", "synthetic", "seconds")
-        return {key: result.record[key] for key in kept if key in result.record}
-    routes = ROUTES[cell.arm]
-    options |= {"as_": "adapter"} if routes is None else {"as_": "adapter", "routes": routes}
-    found = tuneport.upgrade(*models, data, **options)
-    if found.chosen is not None:
-        found.save(out)
-    return about_upgrade(found)
+    result.save(out)
+    kept = ("distilled", "synthetic", "seconds")
+    return {key: result.record[key] for key in kept if key in result.record}
 
 
 def take_tower(
@@ -86,15 +86,15 @@ def take_tower(
 
     options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
     options["head"] = cell.task
-    if cell.arm == "upgrade":
-        return _upgraded(str(data), inputs, out, steps=steps, **options)
+    others = None if extra is None else str(extra)
+    if cell.arm in ROUTES and cell.arm != "port":
+        return _upgraded(cell, str(data), inputs, out, "model", steps=steps, extra=others, **options)
     source, tuned, target = str(inputs.source), str(inputs.tuned), str(inputs.target)
     options["samples"] = count
     if cell.arm == "port":
         result = tuneport.transfer(source, tuned, target, str(data), labels="source", **options)
         result.save(out, as_="model")
         return {"scale": result.scale}
-    others = None if extra is None else str(extra)
     result = tuneport.distill(tuned, target, str(data), extra=others, steps=steps, **options)
     result.save(out)
     return {"distilled": result.record["distilled"]}
@@ -113,31 +113,57 @@ def take_classifier(
     import tuneport
 
     options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
-    if cell.arm == "upgrade":
-        return _upgraded(str(data), inputs, out, steps=steps, **options)
     if cell.arm == "synthetic":
         options |= {"generator": str(more), "synthetic": WRITTEN if steps is None else 16, "routes": ("synthetic",)}
-        return _upgraded(str(data), inputs, out, steps=steps, **options)
+        return _upgraded(cell, str(data), inputs, out, "model", steps=steps, **options)
+    others = None if more is None else str(more)
+    if cell.arm in ROUTES and cell.arm != "port":
+        return _upgraded(cell, str(data), inputs, out, "model", steps=steps, extra=others, **options)
     options |= {"scale": 0.0} if cell.arm == "target" else {}
     models = str(inputs.source), str(inputs.tuned), str(inputs.target)
     result = tuneport.transfer(*models, str(data), samples=count, **options)
     about: dict[str, Any] = {"scale": result.scale}
     if cell.arm in ("distill", "extra"):
-        result = result.distill(steps, extra=None if more is None else str(more))
+        result = result.distill(steps, extra=others)
         about["distilled"] = result.record["distilled"]
     result.save(out, as_="model")
     return about
 
 
-def _upgraded(data: str, inputs: Inputs, out: Path, **options: Any) -> dict[str, Any]:
-    """Upgrade a whole model by the route that tuneport chooses; without one, nothing is written."""
+def _upgraded(cell: Cell, data: str | None, inputs: Inputs, out: Path, as_: str, **options: Any) -> dict[str, Any]:
+    """Upgrade by the routes of an arm and write the chosen one, if any is worth it.
+
+    Where all routes compete, each is written beside it. A student that begins as an ablation says is written whatever
+    is chosen.
+    """
     import tuneport
 
     models = str(inputs.source), str(inputs.tuned), str(inputs.target)
-    found = tuneport.upgrade(*models, data, as_="model", **options)
+    routes, begin = ROUTES.get(cell.arm), STARTS.get(cell.arm)
+    options |= {} if routes is None else {"routes": routes}
+    with every_route(begin) as made:
+        found = tuneport.upgrade(*models, data, as_=as_, **options)
+    if begin is not None:
+        made["distill"].save(out)
+        return {"distilled": made["distill"].record["distilled"], **about_upgrade(found)}
+    for name, result in made.items() if cell.arm == "upgrade" else ():
+        result.save(beside(out, name), overwrite=True)
     if found.chosen is not None:
         found.save(out)
     return about_upgrade(found)
+
+
+def beside(out: Path, route: str) -> Path:
+    """Where a route of an upgrade is written, chosen or not."""
+    return out.with_name(f"{out.name}-by-{route}")
+
+
+def scores_by_route(cell: Cell, out: Path, about: dict[str, Any], score: Callable[[Path], dict[str, Any]]) -> Any:
+    """The scores of what each route of an upgrade has written; nothing of other arms."""
+    if cell.arm != "upgrade":
+        return {}
+    folders = {row["name"]: beside(out, row["name"]) for row in about.get("routes", ())}
+    return {"by_route": {name: score(folder)["scores"] for name, folder in folders.items() if folder.exists()}}
 
 
 def about_upgrade(found: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from benchmarks.skill.cells import SMALL, VALIDATION, Cell, Schedule
 from benchmarks.skill.place import Place, fast_products
-from benchmarks.skill.routes import Inputs, take_tower
+from benchmarks.skill.routes import Inputs, scores_by_route, take_tower
 from benchmarks.skill.scores import percent
 
 FOUR, TWO = ("cifar10", "fashion", "gtsrb", "mnist"), ("cifar10", "mnist")
@@ -205,12 +205,13 @@ def make(place: Place, cell: Cell) -> dict[str, Any]:
     inputs = Inputs(*(place.models / name for name in names), place.device, place.dtype)
     drawn, _ = images.draw(cell.draw or 0, cell.n or 0)
     data = _write(folder.with_name(f"{folder.name}.npz"), drawn)
-    extra = _extra(place, cell.task) if cell.arm == "extra" else None
+    extra = _extra(place, cell.task) if cell.arm in ("extra", "upgrade") else None
     started = place.start()
     about = take_tower(cell, data, len(drawn), extra, inputs, folder, place.steps)
     spent = place.spent(started)
     written = folder if folder.exists() else place.models / cell.target
-    return {**_score(place, cell.target, cell.task, written), **spent, "about": about}
+    found = scores_by_route(cell, folder, about, lambda path: _score(place, cell.target, cell.task, path))
+    return {**_score(place, cell.target, cell.task, written), **found, **spent, "about": about}
 
 
 def _target(place: Place, cell: Cell) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from benchmarks.rows import rows_in
 from benchmarks.skill import __main__ as harness
 from benchmarks.skill import language
 from benchmarks.skill.__main__ import main
+from benchmarks.skill.ablations import ABLATIONS, every_route
 from benchmarks.skill.arms import failed_row, make_row
 from benchmarks.skill.cells import PAIRS, TASKS, Cell, Parts, Sample, Schedule, cells_of
 from benchmarks.skill.groups import GROUPS
@@ -30,6 +31,11 @@ from benchmarks.skill.scores import exact, flips, slot_f1
 from benchmarks.skill.table import Table
 from builders.chats import chat_tokenizer
 from builders.texts import LARGE, SENTENCES, SMALL, make, write
+from tuneport.models.open import open_model
+from tuneport.pipeline.upgrade import _Routes
+from tuneport.synthetic import collect, samples
+from tuneport.synthetic.collect import Goal
+from tuneport.synthetic.prompts import Prompts
 
 PAIR = "small>large"
 
@@ -296,6 +302,45 @@ def test_a_cell_is_made_from_tiny_models(
     kept = adapter.stat().st_mtime_ns
     assert make_row(place, "language", Cell(PAIR, "trec6", "old", None, None))["scores"] == made["old"]["scores"]
     assert adapter.stat().st_mtime_ns == kept
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_changes_one_thing_while_it_lasts(name: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ablation, asked = ABLATIONS[name], list[dict[str, Any]]()
+    monkeypatch.setattr(collect, "collect", lambda *_, **options: asked.append(options))
+    monkeypatch.setattr(samples, "collect", collect.collect)
+    readers = [open_model(models / each).inputs.reader for each in ("small", "large")]
+    assert readers[0] is not None
+
+    def seen() -> tuple[bool, dict[str, Any]]:
+        samples.collect("generator", Prompts(("a?",)), Goal(4), judges=["doubt"])  # type: ignore[arg-type, list-item]
+        options = {**asked[-1], "filters": [one.name for one in asked[-1].get("filters", ())]}
+        return readers[0].same_tokens(readers[1]), options  # type: ignore[union-attr, arg-type]
+
+    plain = seen()
+    assert plain == (True, {"judges": ["doubt"], "filters": []})
+    with ablation.changed():
+        changed = seen()
+    assert seen() == plain
+    wanted = {
+        "distill-by-text": (False, plain[1]),
+        "synthetic-unjudged": (True, {"judges": (), "filters": []}),
+        "synthetic-unfiltered": (True, {"judges": (), "filters": ["form"]}),
+    }
+    assert changed == wanted.get(name, plain)
+    others = (dict(ablation.options) != {}, ablation.generator is not None, changed != plain)
+    assert sum(others) == 1
+
+
+def test_a_student_begins_where_an_ablation_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Routes, "take", lambda self, name, rule: self._teach(name, None, None, rule))
+    monkeypatch.setattr(_Routes, "_teach", lambda *given: given[-1])
+    routes = object.__new__(_Routes)
+    for begin, wanted in ((None, "by the rule"), (True, True), (False, False)):
+        with every_route(begin) as made:
+            routes.take("distill", "by the rule")  # type: ignore[arg-type, call-arg]
+        assert made == {"distill": wanted}
+    assert routes.take("distill", "by the rule") == "by the rule"  # type: ignore[arg-type, call-arg, comparison-overlap]
 
 
 def test_a_failure_is_a_row(models: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import transformers
 from torch.nn import functional as F
 
 from benchmarks.skill import classifiers, towers
+from benchmarks.skill.ablations import STARTS
 from benchmarks.skill.arms import make_row
 from benchmarks.skill.cells import Schedule, cells_of
 from benchmarks.skill.groups import GROUPS
@@ -82,7 +83,13 @@ def made(place: Place, group: str, pair: str, task: str, arms: tuple[str, ...]) 
 
 def test_cells_of_towers_are_made(place: Place) -> None:
     arms = ("old", "target", "all-data", "few-shot@20", "port@20", "distill@20", "extra@20", "upgrade@20")
+    arms += tuple(f"{name}@20" for name in STARTS)
     found = made(place, "towers", "a>a2", "mnist", arms)
+    assert all(found[f"{name}@20"]["about"]["distilled"]["curve"][0]["step"] == 0 for name in STARTS)
+    routes = found["upgrade@20"]["by_route"]
+    assert set(routes) == {"port", "distill", "synthetic"}  # the shapes are too unlike for a copy
+    if (chosen := found["upgrade@20"]["about"]["chosen"]) is not None:
+        assert routes[chosen] == found["upgrade@20"]["scores"]
     assert found["extra@20"]["about"]["distilled"]["extra"] == 24  # all that --small leaves
     assert found["distill@20"]["about"]["distilled"]["extra"] == 0
     assert found["port@20"]["about"]["scale"] is not None
@@ -93,7 +100,7 @@ def test_cells_of_towers_are_made(place: Place) -> None:
 
 def test_cells_of_classifiers_are_made(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = ("old", "all-data", "target@20", "few-shot@20", "port@20", "distill@20", "extra@20")
-    arms += ("synthetic@20", "upgrade@20")
+    arms += ("synthetic@20", "upgrade@20", "distill-unported@20")
     monkeypatch.setattr(classifiers, "EXTRA", 30)
     texts = [f"{first}{second.lower()}" for first in SENTENCES[:6] for second in SENTENCES[:6]]
     lists = ["Examples:" + "".join(f"\n- {text}" for text in texts[start:][:8]) + "\n" for start in range(0, 28, 7)]
@@ -105,6 +112,9 @@ def test_cells_of_classifiers_are_made(place: Place, monkeypatch: pytest.MonkeyP
     about = found["synthetic@20"]["about"]["routes"]
     assert [row["name"] for row in about] == ["old", "target", "synthetic"]
     assert about[-1]["agreement"] is not None
+    routes = found["upgrade@20"]["by_route"]
+    assert {"port", "distill"} <= set(routes)
+    assert all(0 <= scores["accuracy"] <= 100 for scores in routes.values())
 
 
 def test_extra_samples_are_of_another_data_set(place: Place) -> None:
