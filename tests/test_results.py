@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.claims import check
-from benchmarks.skill import pages
+from benchmarks.skill import pages, studies
 from benchmarks.speed import record
 
 Row = dict[str, Any]
@@ -85,6 +85,28 @@ def test_a_row_of_another_commit_and_a_missing_draw_are_found(
     draws = [row for row in rows if all(row[key] == rows[at][key] for key in ("pair", "task", "arm", "n"))]
     if change is another_commit and len(draws) > 1:
         assert any("are of the commits 0000000" in problem for problem in found)
+
+
+def test_an_ablation_says_what_a_start_is_worth_and_what_is_missing() -> None:
+    pair = studies.GEMMA
+
+    def row(arm: str, *losses: float) -> Row:
+        curve = [{"step": 10 * at, "held_out_loss": loss} for at, loss in enumerate(losses)]
+        cell = {"pair": pair, "task": "trec6", "arm": arm, "n": 100, "draw": 0, "scores": {"accuracy": 50.0}}
+        return {**cell, "commit": "c", "about": {"distilled": {"curve": curve}}}
+
+    target, port = row("distill-unported", 4.0, 2.0, 1.0), row("distill-ported", 1.5, 1.0, 1.0)
+    assert studies.worth([target], [port]) == "at most 20 of 20 steps"
+    assert studies.worth([target], [row("distill-ported", 4.0, 1.0)]) == "0 of 20 steps"
+    assert studies.worth([target], [row("distill-ported", 0.5, 0.4)]) == "more than 20 steps"
+    lines = studies.table("start", [target, port])
+    assert lines[2:] == [f"| trec6 | {pages.short(pair)} | 50.0 (1) | 50.0 (1) | at most 20 of 20 steps |"]
+    assert studies.table("start", [target])[2:] == [f"| trec6 | {pages.short(pair)} | 50.0 (1) | – | – |"]
+    assert studies.table("filters", [])[2:] == studies.extra([])[2:] == []
+    alone, beside = ({**port, "pair": "a>a2", "task": "mnist", "arm": arm, "n": 20} for arm in ("distill", "extra"))
+    beside["scores"] = {"accuracy": 60.0}
+    assert studies.extra([alone, beside])[2:] == ["| towers, accuracy, % | 20 | 50.0 | 60.0 | 1 |"]
+    assert studies.extra([alone])[2:] == []
 
 
 def test_a_small_run_is_no_result() -> None:

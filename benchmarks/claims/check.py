@@ -1,4 +1,4 @@
-"""Compare every number and picture of README.md, docs/results.md and paper/results.md with the committed results.
+"""Compare every number and picture of the pages of results with the committed rows.
 
     python -m benchmarks.claims.check           # fails where a number differs
     python -m benchmarks.claims.check --write   # puts the numbers of the results into the texts
@@ -17,13 +17,14 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import before_after, readme
 from benchmarks.claims.zoo import METHODS, PAIRS
 from benchmarks.rows import rows_in
-from benchmarks.skill import pages
+from benchmarks.skill import pages, studies
 from benchmarks.skill.groups import GROUPS
 from benchmarks.skill.towers import FINE_TUNED
 
@@ -35,7 +36,7 @@ else:
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "paper/recipes"
 RESULTS = ROOT / "benchmarks/results"
-PAGES = ("README.md", "docs/results.md", "paper/results.md")
+PAGES = ("README.md", "docs/results.md", "paper/results.md", "benchmarks/results/ablations.md")
 PICTURES = {before_after.PICTURE: before_after.picture, readme.PICTURE: readme.picture}
 NUMBER = r"[-+−]?\d[\d,]*(?:\.\d+)?"
 MARKED = re.compile(rf"({NUMBER})( ?%?)<!-- ([^>]+?) -->")
@@ -204,6 +205,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "rivals": rivals_table,
     "recipes": recipes_table,
     "ports": ports_table,
+    **{name: partial(studies.table, name) for name in studies.STUDIES},
+    "extra": studies.extra,
 }
 
 

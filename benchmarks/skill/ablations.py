@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ablation:
     """An arm with one thing changed.
 
@@ -60,6 +60,12 @@ ABLATIONS = {
 }
 STARTS = {"distill-ported": True, "distill-unported": False}  # whether a student begins at the port, come what may
 NAMES = (*STARTS, *ABLATIONS)
+
+
+@cache
+def of(arm: str) -> Ablation:
+    """The ablation of that name; a plain arm changes nothing."""
+    return ABLATIONS.get(arm) or Ablation(arm)
 
 
 @contextmanager

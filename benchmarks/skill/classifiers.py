@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.skill.ablations import of
 from benchmarks.skill.cells import NEUTRAL_FILE, SMALL, Cell, Schedule
 from benchmarks.skill.place import Place, fast_products
 from benchmarks.skill.routes import Inputs, scores_by_route, take_classifier
-from benchmarks.skill.scores import percent
+from benchmarks.skill.scores import overlap_of_written, percent
 
 SOURCE, TARGETS = "minilm-l6", ("mpnet", "gte-small", "minilm-l3")
 CLASSES = {
@@ -219,6 +220,7 @@ def make(place: Place, cell: Cell) -> dict[str, Any]:
         return _scores(Classifier(path, data, place.device).right(read(place.shared, data, place.small).test))
 
     found |= scores_by_route(cell, folder, found["about"], score)
+    found |= overlap_of_written(folder, [text for text, _ in read(place.shared, data, place.small).test])
     if not folder.exists():  # the upgrade advises against every route
         return {**_target(place, Cell(cell.pair, cell.task, "target", cell.n, cell.draw)), **found}
     return {**score(folder), **found}
@@ -244,8 +246,8 @@ def _taken(place: Place, cell: Cell, folder: Path) -> dict[str, Any]:
     own, more = _write(folder.with_name(f"{folder.name}.jsonl"), drawn), None
     if cell.arm in ("extra", "upgrade"):
         more = _write(folder.with_name(f"{folder.name}.extra.jsonl"), sentences(place.shared))
-    elif cell.arm == "synthetic":
-        more = place.models / GENERATOR
+    elif (ablation := of(cell.arm)).arm == "synthetic":
+        more = place.models / (ablation.generator or GENERATOR)
     started, inputs = place.start(), Inputs(*paths, place.device, place.dtype)
     about = take_classifier(cell, own, len(drawn), more, inputs, folder, place.steps)
     return {**place.spent(started), "about": about}

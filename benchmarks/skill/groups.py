@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.skill import classifiers, language, towers
-from benchmarks.skill.ablations import NAMES
+from benchmarks.skill.ablations import NAMES, of
 from benchmarks.skill.cells import ARMS, PAIRS, TASKS, Cell
 from benchmarks.skill.place import Place
 
@@ -43,7 +43,9 @@ class Group:
     def lacking(self, models: Path, shared: Path, cells: Sequence[Cell]) -> list[str]:
         """What the cells need and is not there, in words."""
         pairs, tasks = (list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("pair", "task"))
-        also = [models / name for arm, name in self.also.items() if any(cell.arm == arm for cell in cells)]
+        ablations = dict.fromkeys(of(cell.arm) for cell in cells)
+        names = [each.generator or self.also.get(each.arm) for each in ablations]
+        also = [models / name for name in dict.fromkeys(names) if name is not None]
         found = self.missing(models, shared, pairs, tasks)
         return found + [f"model {folder}" for folder in also if not (folder / "config.json").is_file()]
 

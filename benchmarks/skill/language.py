@@ -16,6 +16,7 @@ from benchmarks.skill.cells import FEW_SHOT, NEUTRAL_FILE, TASKS, Cell, Parts, n
 from benchmarks.skill.models import LanguageModel, Scores
 from benchmarks.skill.place import Place
 from benchmarks.skill.routes import Inputs, scores_by_route, take
+from benchmarks.skill.scores import overlap_of_written
 
 
 def missing(models: Path, shared: Path, pairs: Sequence[str], tasks: Sequence[str]) -> list[str]:
@@ -65,6 +66,7 @@ def make(place: Place, cell: Cell) -> dict[str, Any]:
     spent = place.spent(started)
     lora = folder if (folder / "adapter_config.json").exists() else None
     found = scores_by_route(cell, folder, about, lambda path: _score(place, cell.target, cell.task, path, parts))
+    found |= overlap_of_written(folder, [sample.prompt or sample.answer for sample in parts.test])
     return {**_score(place, cell.target, cell.task, lora, parts), **found, **spent, "about": about}
 
 

@@ -85,7 +85,7 @@ def classifiers_table(rows: Sequence[Row] | None = None) -> list[str]:
     """Accuracies of classifiers of texts, cell by cell, and the means of complete cells."""
     found = of_group("classifiers", rows)
     arms = _with_rows(found, SHOWN["classifiers"])
-    compared = ("old", "few-shot@100", "distill@100", "extra@100")
+    compared = ("old", "few-shot@100", "distill@100", "extra@100", "upgrade@100")
     whole = [place for place in _places(found) if all(found.scores(*place, arm) for arm in compared)]
     means = [_mean(found, whole, arm) if arm in compared and whole else DASH for arm in arms]
     line = f"| mean of {len(whole)} cells | | " + " | ".join(means) + " |"
@@ -96,7 +96,7 @@ def towers_table(rows: Sequence[Row] | None = None) -> list[str]:
     """Accuracies of vision towers, by pair: means over tasks and draws; and shares of the gain."""
     found = of_group("towers", rows)
     arms = _with_rows(found, SHOWN["towers"])
-    lines = _head("accuracy, %", *arms)
+    lines = head("accuracy, %", *arms)
     for pair, tasks in found.group.grid.items():
         places = [(pair, task) for task in tasks]
         lines.append(f"| {short(pair)} | " + " | ".join(_mean(found, places, arm) for arm in arms) + " |")
@@ -133,7 +133,8 @@ def problems(rows: Sequence[Row] | None = None) -> list[str]:
     return found + [f"skill: the draws of {name} are of the commits {', '.join(sorted(mixed[name]))}" for name in mixed]
 
 
-def _head(*names: str) -> list[str]:
+def head(*names: str) -> list[str]:
+    """The first two lines of a table."""
     return ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
 
 
@@ -141,11 +142,12 @@ def _places(found: Table) -> Iterator[tuple[str, str]]:
     yield from ((pair, task) for pair, tasks in found.group.grid.items() for task in tasks)
 
 
-def _score(found: Table, pair: str, task: str, arm: str, digits: int) -> str:
+def score(found: Table, pair: str, task: str, arm: str, digits: int, known: int = 0) -> str:
+    """The mean over the draws, and how many there are if some are missing, unless that is `known`."""
     values, wanted = found.scores(pair, task, arm), len(found.cells(pair, task, arm))
     if not values:
         return DASH
-    return spread(values, digits) + (f" ({len(values)})" if len(values) < wanted else "")
+    return spread(values, digits) + (f" ({len(values)})" if len(values) not in (wanted, known) else "")
 
 
 def _with_rows(found: Table, arms: Sequence[str]) -> list[str]:
@@ -162,19 +164,25 @@ def _mean(found: Table, places: Sequence[tuple[str, str]], arm: str) -> str:
 def _cells(found: Table, arms: Sequence[str], *more: str) -> list[str]:
     """A line for each cell that has rows, further lines, and what is missing."""
     arms = _with_rows(found, arms)
-    lines, lost = _head("task", "pair", *arms), defaultdict(list)
+    lines, lost = head("task", "pair", *arms), defaultdict(list)
+    counts = {len(found.scores(*place, arm)) for place in _places(found) for arm in arms if "@" in arm} - {0}
+    known = counts.pop() if len(counts) == 1 else 0
     for task in found.group.tasks:
         kind = found.group.scores(task)[0]
         for pair, _ in found.group.places(list(found.group.grid), [task]):
-            cells = [_score(found, pair, task, arm, 3 if kind == "bits" else 1) for arm in arms]
+            cells = [score(found, pair, task, arm, 3 if kind == "bits" else 1, known) for arm in arms]
             if set(cells) == {DASH}:
                 lost[task].append(f"`{short(pair)}`")
             else:
                 words = task if kind == "accuracy" else f"{task}, {NAMES[kind]}"
                 lines.append(f"| {words} | {short(pair)} | " + " | ".join(cells) + " |")
     whole = {task: len(found.group.places(list(found.group.grid), [task])) for task in lost}
-    named = [f"`{task}`" + ("" if len(each) == whole[task] else f" {', '.join(each)}") for task, each in lost.items()]
-    return [*lines, *more, "", *_made(found), *([f"Missing: {'; '.join(named)}."] if named else [])]
+    same = defaultdict(list)  # the tasks that the same pairs miss
+    for task, each in lost.items():
+        same[() if len(each) == whole[task] else tuple(each)].append(f"`{task}`")
+    named = [", ".join(tasks) + (f" of {', '.join(each)}" if each else "") for each, tasks in same.items()]
+    drawn = [f"Draws of each: `{known}` of `{len(found.draws)}`."] if 0 < known < len(found.draws) else []
+    return [*lines, *more, "", *drawn, *_made(found), *([f"Missing: {'; '.join(named)}."] if named else [])]
 
 
 def _made(found: Table) -> list[str]:

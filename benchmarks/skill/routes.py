@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.skill.ablations import ABLATIONS, STARTS, Ablation, every_route
+from benchmarks.skill.ablations import STARTS, every_route, of
 from benchmarks.skill.cells import Cell, Sample, Task
 
 ROUTES = {"copy": ("copy",), "port": ("port",), "upgrade": None, **dict.fromkeys(STARTS, ("port", "distill"))}
@@ -59,7 +59,7 @@ def take(
         options["template"] = task.form.replace("{}", "{text}")
     if cell.arm in ROUTES:
         return _upgraded(cell, data, inputs, out, "adapter", **options)
-    ablation = ABLATIONS.get(cell.arm) or Ablation(cell.arm)
+    ablation = of(cell.arm)
     if ablation.arm == "synthetic":
         options |= {"synthetic": WRITTEN, "keep_texts": True, **ablation.options}
         options |= {"synthetic": 16} if steps is not None else {}
@@ -113,9 +113,12 @@ def take_classifier(
     import tuneport
 
     options: dict[str, Any] = {"seed": cell.draw or 0, "device": inputs.device, "dtype": inputs.dtype}
-    if cell.arm == "synthetic":
-        options |= {"generator": str(more), "synthetic": WRITTEN if steps is None else 16, "routes": ("synthetic",)}
-        return _upgraded(cell, str(data), inputs, out, "model", steps=steps, **options)
+    ablation = of(cell.arm)
+    if ablation.arm == "synthetic":
+        options |= {"generator": str(more), "synthetic": WRITTEN, "routes": ("synthetic",), "keep_texts": True}
+        options |= {**ablation.options} if steps is None else {"synthetic": 16}
+        with ablation.changed():
+            return _upgraded(cell, str(data), inputs, out, "model", steps=steps, **options)
     others = None if more is None else str(more)
     if cell.arm in ROUTES and cell.arm != "port":
         return _upgraded(cell, str(data), inputs, out, "model", steps=steps, extra=others, **options)
@@ -145,7 +148,7 @@ def _upgraded(cell: Cell, data: str | None, inputs: Inputs, out: Path, as_: str,
         found = tuneport.upgrade(*models, data, as_=as_, **options)
     if begin is not None:
         made["distill"].save(out)
-        return {"distilled": made["distill"].record["distilled"], **about_upgrade(found)}
+        return {**about_upgrade(found), "distilled": made["distill"].record["distilled"]}
     for name, result in made.items() if cell.arm == "upgrade" else ():
         result.save(beside(out, name), overwrite=True)
     if found.chosen is not None:
@@ -167,8 +170,10 @@ def scores_by_route(cell: Cell, out: Path, about: dict[str, Any], score: Callabl
 
 
 def about_upgrade(found: Any) -> dict[str, Any]:
-    """What an upgrade says of its routes."""
+    """What an upgrade says of its routes, and of the lessons of the chosen one."""
+    lessons = {} if found.result is None else found.result.record
     return {
+        **{key: lessons[key] for key in ("distilled", "synthetic") if key in lessons},
         "chosen": found.chosen,
         "decision": found.decision,
         "routes": [{key: value for key, value in row.row().items() if value is not None} for row in found.routes],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def exact(got: Sequence[str], wanted: Sequence[str]) -> list[bool]:
@@ -40,3 +42,27 @@ def flips(before: Sequence[bool], now: Sequence[bool]) -> int:
 def percent(right: Sequence[bool]) -> float:
     """The share of right answers."""
     return 100.0 * sum(right) / len(right)
+
+
+def overlap(texts: Sequence[str], tests: Sequence[str], run: int = 13) -> float:
+    """The share of texts, in %, that have so many words in a row of a test sample.
+
+    >>> overlap(["Who was it?", "a b c d"], ["x b c d y"], run=3)
+    50.0
+    """
+
+    def runs(text: str) -> set[tuple[str, ...]]:
+        words = re.findall(r"\w+", text.lower())
+        return {tuple(words[at : at + run]) for at in range(len(words) - run + 1)}
+
+    known = set[tuple[str, ...]]().union(*map(runs, tests))
+    return 100 * sum(not known.isdisjoint(runs(text)) for text in texts) / max(len(texts), 1)
+
+
+def overlap_of_written(folder: Path, tests: Sequence[str]) -> dict[str, float]:
+    """The same of the texts that models wrote for what is in a folder; nothing if none were written, or kept."""
+    path = folder / "texts.jsonl"
+    if not path.exists():
+        return {}
+    texts = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+    return {"overlap": round(overlap(texts, tests), 3)}
