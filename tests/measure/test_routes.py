@@ -46,9 +46,11 @@ class TestChoose:
         rows = [row("old", 0), row("target", 40), row("copy", 20), row("port", 5), row("distill", 10)]
         assert judge.choose(rows) == "port"
 
-    def test_a_dearer_route_is_taken_only_for_more(self, judge: RouteJudge) -> None:
-        rows = [row("old", 0), row("target", 40), row("copy", 5), row("port", 5)]
-        assert judge.choose(rows) == "copy"
+    def test_of_equals_the_last_is_taken(self, judge: RouteJudge) -> None:
+        rows = [row("old", 0), row("target", 40), row("copy", 5), row("port", 5), row("distill", 6)]
+        assert judge.choose(rows) == "port"
+        assert judge.choose(rows[:4]) == "port"
+        assert judge.choose(rows[:3]) == "copy"
 
     @pytest.mark.parametrize(("wrong", "chosen"), [(38, None), (40, None), (32, "port"), (50, None)])
     def test_a_gain_must_be_clear(self, judge: RouteJudge, wrong: int, chosen: str | None) -> None:

@@ -236,10 +236,13 @@ class RouteJudge:
         return row.interval is not None and row.interval[0] >= AGREES
 
     def choose(self, rows: list[RouteScore]) -> str | None:
-        """The route that is nearest to the old model, if it is clearly better than the target as it is."""
+        """The route that is nearest to the old model, if it is clearly better than the target as it is.
+
+        Of equals it is the last, which has learnt from the most samples: few held-out ones tell little.
+        """
         sound = [row for row in rows[2:] if row.found is not None and not row.note]
         tried = [row for row in sound if self.better(rows[1], row) > 0]
-        return max(tried, key=self._nearness).name if tried else None  # of equals the first, which is cheapest
+        return max(reversed(tried), key=self._nearness).name if tried else None
 
     def _nearness(self, row: RouteScore) -> float:
         """How near a model is to the old one: by its answers, or by the bits of the old ones."""

@@ -3,7 +3,7 @@
 A part of the own samples is held out from all routes and judges them: by agreement with the old model (the fine-tuned
 source), which needs no label, and by the labels of the data, where there are any. Few own samples are all taught, and
 written ones judge. A route is taken if it is clearly nearer to the old model than the target as it is, by a paired
-test, and has forgotten nothing; of several, the nearest.
+test, and has forgotten nothing; of several, the nearest, and of equals the last.
 """
 
 from __future__ import annotations
