@@ -157,7 +157,7 @@ def test_a_distillation_is_the_same(both: tuple[Path, Path]) -> None:
     assert curves[0][-1]["loss"] < 0.9 * curves[0][1]["loss"], "it learns"
 
 
-@pytest.mark.parametrize(("name", "chosen"), [("upgraded", "synthetic"), ("upgraded classifier", "port")])
+@pytest.mark.parametrize(("name", "chosen"), [("upgraded", "synthetic"), ("upgraded classifier", "distill")])
 def test_an_upgrade_is_the_same(both: tuple[Path, Path], name: str, chosen: str) -> None:
     """The same table of routes and the same choice; bounds are those of a transfer and of a distillation."""
     one, two = (record(folder / name) for folder in both)
