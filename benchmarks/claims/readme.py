@@ -73,7 +73,7 @@ def behind(rows: Sequence[Row] | None = None) -> list[str]:
                 lower = group == "language" and TASKS[task].lower_is_better
                 if ours and labelled and (max(ours) < mean(labelled) if not lower else min(ours) > mean(labelled)):
                     found.append(f"`{task} {short(pair)}`")
-    return [f"On average, training on the 100 with labels was better in: {', '.join(found) or 'no cell'}."]
+    return [f"Training on the 100 with labels was better than an upgrade in: {', '.join(found) or 'no cell'}."]
 
 
 def _cell(scores: Sequence[float], arm: str) -> str:
