@@ -59,7 +59,7 @@ ABLATIONS = {
     },
 }
 STARTS = {"distill-ported": True, "distill-unported": False}  # whether a student begins at the port, come what may
-NAMES = (*STARTS, *ABLATIONS)
+WRITTEN = tuple(name for name, each in ABLATIONS.items() if each.arm == "synthetic")
 
 
 @cache

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.skill import classifiers, language, towers
-from benchmarks.skill.ablations import NAMES, of
+from benchmarks.skill.ablations import ABLATIONS, STARTS, WRITTEN, of
 from benchmarks.skill.cells import ARMS, PAIRS, TASKS, Cell
 from benchmarks.skill.place import Place
 
@@ -28,6 +28,7 @@ class Group:
         make: makes a cell, and returns its scores.
         scores: the scores of a task, the main one first.
         also: the model that an arm needs beside those of the pair.
+        ablations: arms with one thing changed; they are in no table of the group, and have a number of samples.
         whole: the score of a target that is fine-tuned on all data, where it is not that of the arm all-data.
     """
 
@@ -38,6 +39,7 @@ class Group:
     make: Callable[[Place, Cell], dict[str, Any]]
     scores: Callable[[str], tuple[str, ...]] = lambda _: ("accuracy",)
     also: Mapping[str, str] = field(default_factory=dict)
+    ablations: tuple[str, ...] = tuple(STARTS)
     whole: Callable[[Cell], float | None] = lambda _: None
 
     def lacking(self, models: Path, shared: Path, cells: Sequence[Cell]) -> list[str]:
@@ -65,7 +67,7 @@ class Group:
         for task in tasks:
             if task not in self.tasks:
                 raise SystemExit(f"unknown task {task!r}; known: {', '.join(self.tasks)}.")
-        counted = {arm.partition("@")[0]: "@" in arm for arm in self.arms} | dict.fromkeys(NAMES, True)
+        counted = {arm.partition("@")[0]: "@" in arm for arm in self.arms} | dict.fromkeys(self.ablations, True)
         for label in arms:
             arm, at, count = label.partition("@")
             if counted.get(arm) != bool(at) or (at and not count.isdigit()):
@@ -80,6 +82,7 @@ GROUPS = {
         language.make_old,
         language.make,
         lambda task: SCORES.get(TASKS[task].kind, BITS),
+        ablations=(*STARTS, *ABLATIONS),
     ),
     "classifiers": Group(
         classifiers.GRID,
@@ -88,6 +91,7 @@ GROUPS = {
         classifiers.make_old,
         classifiers.make,
         also={"synthetic": classifiers.GENERATOR},
+        ablations=(*STARTS, *WRITTEN),
     ),
     "towers": Group(
         towers.GRID, towers.ARMS, towers.missing, towers.make_old, towers.make, whole=towers.fine_tuned_on_all

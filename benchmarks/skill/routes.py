@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,13 +145,15 @@ def _upgraded(cell: Cell, data: str | None, inputs: Inputs, out: Path, as_: str,
     models = str(inputs.source), str(inputs.tuned), str(inputs.target)
     routes, begin = ROUTES.get(cell.arm), STARTS.get(cell.arm)
     options |= {} if routes is None else {"routes": routes}
+    for left in out.parent.glob(beside(out, "*").name):  # by a run that failed
+        shutil.rmtree(left)
     with every_route(begin) as made:
         found = tuneport.upgrade(*models, data, as_=as_, **options)
     if begin is not None:
         made["distill"].save(out)
         return {**about_upgrade(found), "distilled": made["distill"].record["distilled"]}
     for name, result in made.items() if cell.arm == "upgrade" else ():
-        result.save(beside(out, name), overwrite=True)
+        result.save(beside(out, name))
     if found.chosen is not None:
         found.save(out)
     return about_upgrade(found)

@@ -16,9 +16,10 @@ import transformers
 from torch.nn import functional as F
 
 from benchmarks.skill import classifiers, towers
+from benchmarks.skill import routes as routes_module
 from benchmarks.skill.ablations import STARTS
 from benchmarks.skill.arms import make_row
-from benchmarks.skill.cells import Schedule, cells_of
+from benchmarks.skill.cells import Cell, Schedule, cells_of
 from benchmarks.skill.groups import GROUPS
 from benchmarks.skill.place import Place
 from builders.classifiers import WIDER, bert
@@ -86,6 +87,10 @@ def test_cells_of_towers_are_made(place: Place) -> None:
     arms += tuple(f"{name}@20" for name in STARTS)
     found = made(place, "towers", "a>a2", "mnist", arms)
     assert all(found[f"{name}@20"]["about"]["distilled"]["curve"][0]["step"] == 0 for name in STARTS)
+    left = routes_module.beside(place.folder("a-to-a2-mnist-upgrade-20-1"), "copy")
+    left.mkdir()  # what a failed run has left is not scored
+    again = make_row(place, "towers", Cell("a>a2", "mnist", "upgrade", 20, 1))
+    assert again["by_route"] == found["upgrade@20"]["by_route"]
     routes = found["upgrade@20"]["by_route"]
     assert set(routes) == {"port", "distill", "synthetic"}  # the shapes are too unlike for a copy
     if (chosen := found["upgrade@20"]["about"]["chosen"]) is not None:
@@ -196,9 +201,22 @@ def test_what_is_not_there_is_said(place: Place, tmp_path: Path) -> None:
     cells = cells_of([("minilm-l6>mpnet", "sst2-full")], ["synthetic@20"], [0])
     lost = GROUPS["classifiers"].lacking(tmp_path, place.shared, cells)
     assert lost == [f"model {tmp_path / name}" for name in ("minilm-l6", classifiers.GENERATOR)]
+    cells = cells_of([("minilm-l6>mpnet", "sst2-full")], ["synthetic-by-smollm2-135m@20"], [0])
+    lost = GROUPS["classifiers"].lacking(tmp_path, place.shared, cells)
+    assert lost == [f"model {tmp_path / name}" for name in ("minilm-l6", "smollm2-135m")]
 
 
-@pytest.mark.parametrize(("group", "arm"), [("towers", "target@100"), ("classifiers", "target"), ("towers", "copy@9")])
+@pytest.mark.parametrize(
+    ("group", "arm"),
+    [
+        ("towers", "target@100"),
+        ("classifiers", "target"),
+        ("towers", "copy@9"),
+        ("towers", "synthetic-500@20"),
+        ("towers", "distill-by-text@100"),
+        ("classifiers", "distill-by-text@100"),
+    ],
+)
 def test_an_arm_of_another_group_is_refused(group: str, arm: str) -> None:
     with pytest.raises(SystemExit, match="unknown arm"):
         GROUPS[group].check([], [], [arm])
