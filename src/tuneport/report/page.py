@@ -91,12 +91,10 @@ def render(template: str, **values: Any) -> str:
 def answer_of(record: Record) -> dict[str, Any]:
     """What the first screen shows of a record; without a test split, that there is none and how to get one."""
     outcome = record.get("outcome", "not measured")
+    chosen = [row for row in record.get("routes", ()) if row["name"] == record.get("chosen")]
     kind = outcome
-    for row in record.get("routes", ()):
-        if row["name"] == record.get(
-            "chosen"
-        ):  # it is clearly better than the target, and may be far from the old model
-            kind = "no clear change" if is_far(row.get("agreement")) else "gain"
+    if chosen:  # it is clearly better than the target, and may be far from the old model
+        kind = "no clear change" if is_far(chosen[0].get("agreement")) else "gain"
     style, sign = STYLES[kind]
     scores, advice = _scores(record), record.get("recommendation") or MEASURE
     return {
