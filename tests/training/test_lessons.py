@@ -93,8 +93,8 @@ class TestExtra:
     @pytest.mark.parametrize("like_own", [False, True])
     @pytest.mark.parametrize(("count", "more"), [(8, 12), (12, 100), (20, 500), (49, 60), (50, 60), (300, 40)])
     def test_own_samples_are_a_fixed_share_at_least(self, models: Any, count: int, more: int, like_own: bool) -> None:
-        data = Dataset([*map(str, range(count + more))], None, ())
-        samples = samples_of(models, data, None)
+        texts = [*map(str, range(count + more))]
+        samples = samples_of(models, Dataset(texts, None, (), targets=texts), None)
         wanted = Extra(Dataset(["a"] * more, None, ()), like_own)
         folds, all_own = divide(samples, count, wanted)
         assert (all_own is not None) == (len(folds) == 2) == (count < 50 and not like_own)
@@ -111,6 +111,13 @@ class TestExtra:
             assert set(held_out.indices.tolist()) | set(taught.indices.tolist()) == set(range(count + more))
             written_judge = like_own and count < 50
             assert ((held_out.indices < count) != written_judge).all()
+
+    @pytest.mark.parametrize("count", [20, 200])
+    def test_own_passages_are_taught_as_often_as_written_ones(self, models: Any, count: int) -> None:
+        samples = samples_of(models, Dataset([*map(str, range(count + 1000))], None, ()), None)
+        (fold,), _ = divide(samples, count, Extra(Dataset(["a"] * 1000, None, ()), like_own=True))
+        assert len(np.unique(fold.taught.indices)) == len(fold.taught)
+        assert (fold.taught.indices < count).any()
 
     @pytest.mark.parametrize("chats", [False, True])
     @pytest.mark.parametrize("prompts", [5, 7, 21, 55, 75])

@@ -20,6 +20,7 @@ from ..config import DistillConfig
 from ..data.answers import prompt_of
 from ..data.dataset import Dataset
 from ..errors import DataError
+from ..measure.answers import is_passages
 from ..measure.samples import DatasetSamples
 from ..measure.unseen import others
 from ..models.base import Model
@@ -70,12 +71,14 @@ class Division(NamedTuple):
 def divide(samples: DatasetSamples, own: int, extra: Extra | None) -> Division:
     """Divide the samples; those of the first `own` places of the data set are the own ones.
 
-    Beside extra ones, own samples are repeated until they are a fixed share of what is taught. Of few own samples none
-    is held out if extra ones are like them.
+    Beside extra ones, own samples are repeated until they are a fixed share of what is taught; passages that a language
+    model continues are not, since it would learn them by heart. Of few own samples none is held out if extra ones are
+    like them.
     """
     mine, more = (samples.take(np.flatnonzero(part)) for part in (samples.indices < own, samples.indices >= own))
     like_own, few = extra is not None and extra.like_own, len(mine) < FEW
-    parts = OWN_OF_WRITTEN if like_own else OWN
+    by_heart = samples.heads is None and samples.models.target.generates is not None and is_passages(samples.dataset)
+    parts = None if by_heart else OWN_OF_WRITTEN if like_own else OWN
     if like_own and few:
         held_out, more = hold_out(more)
         return Division((Fold(held_out, _beside(mine, more, parts)),), None)
@@ -120,9 +123,9 @@ def _asked(samples: DatasetSamples, place: int) -> Any:
     return prompt_of(sample) if isinstance(sample, list) else sample
 
 
-def _beside(own: DatasetSamples, more: DatasetSamples, parts: int) -> DatasetSamples:
-    """Own samples, repeated until they are one of so many `parts`, and others."""
-    times = max(1, math.ceil(len(more) / ((parts - 1) * max(len(own), 1))))
+def _beside(own: DatasetSamples, more: DatasetSamples, parts: int | None) -> DatasetSamples:
+    """Own samples, repeated until they are one of so many `parts` if it is given, and others."""
+    times = 1 if parts is None else max(1, math.ceil(len(more) / ((parts - 1) * max(len(own), 1))))
     return replace(own, indices=np.concatenate([np.tile(own.indices, times), more.indices]))
 
 
