@@ -1,7 +1,7 @@
 """Tables of docs/results.md and of the README, from the committed rows; what is not there is said.
 
-A score is the mean over the draws and its standard deviation; in brackets how many of three draws there are, if not
-all. A dash is what nobody has made.
+A score is the mean over three draws with its standard deviation, or over so many as are in brackets, or that of one
+draw. A dash is what nobody has made.
 """
 
 from __future__ import annotations
@@ -142,12 +142,12 @@ def _places(found: Table) -> Iterator[tuple[str, str]]:
     yield from ((pair, task) for pair, tasks in found.group.grid.items() for task in tasks)
 
 
-def score(found: Table, pair: str, task: str, arm: str, digits: int, known: int = 0) -> str:
-    """The mean over the draws, and how many there are if some are missing, unless that is `known`."""
+def score(found: Table, pair: str, task: str, arm: str, digits: int) -> str:
+    """The mean over the draws with its spread, and how many there are if some but not all are missing."""
     values, wanted = found.scores(pair, task, arm), len(found.cells(pair, task, arm))
     if not values:
         return DASH
-    return spread(values, digits) + (f" ({len(values)})" if len(values) not in (wanted, known) else "")
+    return spread(values, digits) + (f" ({len(values)})" if 1 < len(values) < wanted else "")
 
 
 def _with_rows(found: Table, arms: Sequence[str]) -> list[str]:
@@ -165,12 +165,10 @@ def _cells(found: Table, arms: Sequence[str], *more: str) -> list[str]:
     """A line for each cell that has rows, further lines, and what is missing."""
     arms = _with_rows(found, arms)
     lines, lost = head("task", "pair", *arms), defaultdict(list)
-    counts = {len(found.scores(*place, arm)) for place in _places(found) for arm in arms if "@" in arm} - {0}
-    known = counts.pop() if len(counts) == 1 else 0
     for task in found.group.tasks:
         kind = found.group.scores(task)[0]
         for pair, _ in found.group.places(list(found.group.grid), [task]):
-            cells = [score(found, pair, task, arm, 3 if kind == "bits" else 1, known) for arm in arms]
+            cells = [score(found, pair, task, arm, 3 if kind == "bits" else 1) for arm in arms]
             if set(cells) == {DASH}:
                 lost[task].append(f"`{short(pair)}`")
             else:
@@ -181,8 +179,7 @@ def _cells(found: Table, arms: Sequence[str], *more: str) -> list[str]:
     for task, each in lost.items():
         same[() if len(each) == whole[task] else tuple(each)].append(f"`{task}`")
     named = [", ".join(tasks) + (f" of {', '.join(each)}" if each else "") for each, tasks in same.items()]
-    drawn = [f"Draws of each: `{known}` of `{len(found.draws)}`."] if 0 < known < len(found.draws) else []
-    return [*lines, *more, "", *drawn, *_made(found), *([f"Missing: {'; '.join(named)}."] if named else [])]
+    return [*lines, *more, "", *_made(found), *([f"Missing: {'; '.join(named)}."] if named else [])]
 
 
 def _made(found: Table) -> list[str]:
