@@ -338,6 +338,7 @@ class ApplyRecord(TypedDict):
     base: Input
     vector: Input
     files: Files
+    notes: NotRequired[list[str]]
     versions: Versions
 
 

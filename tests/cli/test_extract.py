@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -53,6 +54,29 @@ class TestExtractAndApply:
         assert run("apply", tau, base, "-o", place / "own").err == ""
         done = run("apply", tau, tuned, "-o", place / "other")
         assert (done.code, done.err) == (0, f"note: {tau} was made for other weights than those of {tuned}\n")
+
+    def test_a_change_that_is_lost_in_writing_is_told(self, run: Run, zoo: Zoo, place: Path) -> None:
+        base = Path(shutil.copytree(zoo["vit-base"], place / "base"))
+        edit_weights(base, lambda t: t.update({name: x.to(torch.bfloat16) for name, x in t.items()}))
+        tau = place / "tau.safetensors"
+        assert run("extract", zoo["vit-base"], zoo["vit-tuned"], "-o", tau, "--exclude", "classifier.*").code == 0
+        done = run("apply", tau, base, "-o", place / "out", "--scale", "1e-9")
+        note = re.search(
+            r"note: (the change of (\d+) of 38 tensors is too small for their dtype and is lost .*)\n", done.err
+        )
+        assert note is not None, done.err
+        assert note[1].endswith("): weights in float32 keep it")
+        stored, before = (load_file(folder / "model.safetensors") for folder in (place / "out", base))
+        tensors = load_file(tau)
+        same = [name for name in tensors if torch.equal(stored[name], before[name]) and tensors[name].any()]
+        assert len(same) == int(note[2]) > 0
+        assert json.loads((place / "out" / "tuneport.json").read_text())["notes"] == [note[1]]
+
+    def test_what_a_transfer_loses_in_writing_is_told(self, run: Run, zoo: Zoo, place: Path) -> None:
+        trio = options(zoo, "vit", target=zoo["vit-target16"])
+        done = run("transfer", "--scale=1e-9", *trio, "--out", place / "out", "--json")
+        assert done.json["notes"][-1].endswith("weights in float32 keep it")
+        assert f"note: {done.json['notes'][-1]}\n" in done.err
 
     def test_patterns_that_match_nothing_are_told(self, run: Run, zoo: Zoo, place: Path) -> None:
         base, tuned, tau = zoo["vit-base"], zoo["vit-tuned"], place / "tau.safetensors"

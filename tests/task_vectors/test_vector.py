@@ -246,6 +246,16 @@ def test_apply_to_rounds_once() -> None:
     assert applied["w"].item() == 1 + 2.0**-7  # three steps in bfloat16 would have stayed at 1
 
 
+def test_apply_to_says_which_change_is_too_small() -> None:
+    base = {name: torch.tensor([1.0, 2.0], dtype=torch.bfloat16) for name in ("small", "half", "zero", "other")}
+    deltas = {"small": [2.0**-10, 2.0**-10], "half": [2.0**-10, 2.0**-6], "zero": [0.0, 0.0]}
+    vector, lost = TaskVector({name: torch.tensor(delta) for name, delta in deltas.items()}), set[str]()
+    assert dict(vector.apply_to(base, lost=lost)).keys() == base.keys()
+    assert lost == {"small"}
+    assert dict(vector.apply_to(base, 8.0, lost := set[str]()))
+    assert lost == set()
+
+
 def test_apply_to_another_model_is_refused() -> None:
     vector = TaskVector({"encoder.weight": torch.zeros(2), "zzz": torch.zeros(2)})
     assert error_of(TuneportError, lambda: vector.apply_to({"encode.weight": torch.zeros(2)})) == (

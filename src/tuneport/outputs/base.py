@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..errors import TuneportError
+from ..errors import TuneportError, first_of
 from ..io.checkpoint import open_checkpoint, read_record
 from ..io.fingerprint import weights_fingerprint
 from ..io.output import check_new, new_file, new_folder
@@ -150,26 +150,36 @@ class ModelOutput(Output):
         return held + companion_bytes(weights.folder) + TEXTS
 
     def write(self, out: Path, update: Update, record: Record, overwrite: bool, texts: Texts = None) -> Record:
-        target = update.target
+        target, change, lost = update.target, update.in_files(), set[str]()
         with new_folder(out, overwrite=overwrite) as folder:
             copy_companions(target.weights.folder, folder)
-            target.weights.write(folder, update.in_files().apply_to(target.weights.tensors))
-            return write_texts(folder, record, target.weights.library, texts)
+            target.weights.write(folder, change.apply_to(target.weights.tensors, lost=lost))
+            return write_texts(folder, _noted(record, lost, change), target.weights.library, texts)
 
     def write_change(
         self, out: Path, vector: TaskVector, base: str | None, record: Record, overwrite: bool, scale: float = 1.0
     ) -> Record:
         assert base is not None
-        stored = open_stored(place := local(base))
+        stored, lost = open_stored(place := local(base)), set[str]()
         check_unquantised(stored.tensors, vector)
-        tensors = vector.apply_to(stored.tensors, scale)
+        tensors = vector.apply_to(stored.tensors, scale, lost)
         size = companion_bytes(stored.folder) + sum(describe(stored.tensors, name).nbytes for name in stored.tensors)
         self.check_place(out, overwrite, needed_bytes=size, inputs=[path_of(place)])
         with new_folder(out, overwrite=overwrite) as folder:
             copy_companions(stored.folder, folder)
             stored.write(folder, tensors)
+            record = _noted(record, lost, vector)
             write_record(folder / "tuneport.json", record)
         return record
+
+
+def _noted(record: Record, lost: Collection[str], change: TaskVector) -> Record:
+    """The record with a note on the tensors whose change was lost when it was written."""
+    if not lost:
+        return record
+    words = f"the change of {len(lost)} of {len(change)} tensors is too small for their dtype and is lost"
+    note = f"{words} ({first_of(sorted(lost), 3)}): weights in float32 keep it"
+    return {**record, "notes": [*record.get("notes", ()), note]}
 
 
 class TaskVectorOutput(Output):

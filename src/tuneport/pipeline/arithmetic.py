@@ -132,7 +132,9 @@ def apply(
     about = {"name": "TaskVector"} if file is None or stored is None else files_identity(file, stored.files)
     record = {"command": "apply", "scale": config.scale, "vector": about, "out": str(out), "tensors": len(loaded)}
     record |= _made_of(base)
-    ModelOutput().write_change(Path(out), loaded, str(base), record, config.overwrite, config.scale)
+    written = ModelOutput().write_change(Path(out), loaded, str(base), record, config.overwrite, config.scale)
+    for note in written.get("notes", ()):
+        (events or Events()).note(note)
     stated = "" if stored is None else stored.base_fingerprint
     if stated and same_weights(stated, open_stored(local(base)).tensors) is False and events is not None:
         events.note(f"{vector} was made for other weights than those of {base}")
@@ -203,10 +205,11 @@ def merge(
     notes = [f"{item} does not say which base it changes" for item, found in fingerprints.items() if not found]
     if notes := notes + _head_notes(items, stored, changes):
         record["notes"] = notes
-        for note in notes:
-            (events or Events()).note(note)
     named = None if base is None else str(base)
-    return dict(output.write_change(Path(out), vector, named, record, config.overwrite))
+    written = output.write_change(Path(out), vector, named, record, config.overwrite)
+    for note in written.get("notes", ()):
+        (events or Events()).note(note)
+    return dict(written)
 
 
 def _head_notes(

@@ -29,7 +29,7 @@ from ..models.open import DTYPES, dtype_on, open_both, outline_model, pick_devic
 from ..models.weights import shard
 from ..outputs import Output, Update, output_of
 from ..pairing import Plan
-from ..processes import by_first, ranks, undivided
+from ..processes import ranks, undivided
 from ..report.provenance import data_identity, identity_of
 from ..runtime.resume import Work, fingerprint
 from ..synthetic.samples import OldModel
@@ -40,7 +40,7 @@ from ..types import Events, Sides
 from .evaluate import with_protocol
 from .inputs import about_inputs, conditions_of
 from .lessons import Lessons, lessons_of, read_own, samples_of
-from .run import check_out, claimed_by_first, write_taught
+from .run import check_out, claimed_by_first, write_result, write_taught
 from .transfer import Result, Setup, untouched
 
 
@@ -86,7 +86,7 @@ def distill_to_folder(inputs: DistillInputs, config: DistillConfig, events: Even
 
     def make(work: Work) -> Mapping[str, Any]:
         result = _taught(found, config, events or Events(), work)
-        return by_first(lambda: result.write(out, overwrite=config.overwrite))
+        return write_result(result, out, events or Events(), overwrite=config.overwrite)
 
     with claimed_by_first(out):
         return write_taught(work, output, config, make, size)

@@ -159,7 +159,15 @@ def _run_and_write(
             untested = _reason(error, events)
     events.step("writing")
     record = {**result.record, **_outcome(result.record, found, result.scale, setup.rule, untested)}
-    return by_first(lambda: replace(result, record=record).write(work.out))
+    return write_result(replace(result, record=record), work.out, events)
+
+
+def write_result(result: Result, out: Path, events: Events, **options: Any) -> Mapping[str, Any]:
+    """Let the first process write a result; give out the notes on what only the writing shows, return the record."""
+    record = by_first(lambda: result.write(out, **options))
+    for note in record.get("notes", ())[len(result.record.get("notes", ())) :]:
+        events.note(note)
+    return record
 
 
 def _passes(setup: Setup, config: TransferConfig, events: Events) -> Passes:

@@ -44,7 +44,7 @@ from .estimate import check_same_shapes
 from .evaluate import with_protocol
 from .inputs import about_inputs, conditions_of, open_models, read_change
 from .lessons import MOST_SAMPLES, PORTED, Lessons, UpgradeSamples, divide, read_own, samples_of
-from .run import check_out, claimed_by_first, write_taught
+from .run import check_out, claimed_by_first, write_result, write_taught
 from .transfer import Result, Setup, prepare, run, untouched
 
 RANK = 16  # of a LoRA
@@ -139,8 +139,7 @@ def upgrade_to_folder(
             record: Mapping[str, Any] = found.result.record
             if config.template is None:  # an evaluation has none
                 record = with_protocol(record, found.result.target, inputs.data, config)
-            result = replace(found.result, record=dict(record))
-            return by_first(lambda: result.write(out, overwrite=config.overwrite))
+            return write_result(replace(found.result, record=dict(record)), out, events, overwrite=config.overwrite)
 
         work = Work(out, conditions_of(opened.about, config), config.save_every)
         return dict(write_taught(work, output_of(opened.asked), config, make))

@@ -156,11 +156,12 @@ class TaskVector(LazyMapping[Entry]):
         self.check_known(*chosen)
         return TaskVector(LazyMapping(chosen, self.__getitem__), self.spec)
 
-    def apply_to(self, base: Tensors, scale: float = 1.0) -> LazyTensors:
+    def apply_to(self, base: Tensors, scale: float = 1.0, lost: set[str] | None = None) -> LazyTensors:
         """Return `base + scale * self` as a lazy Mapping, with all tensors of the base in their own dtypes.
 
         The sum is computed in float32 (float64 if an input is) and cast once; tensors that the vector does
-        not name stay unchanged. Every entry must fit a tensor of the base.
+        not name stay unchanged. Every entry must fit a tensor of the base. When they are read, names of tensors whose
+        change is too small for their dtype, all of it, are put into `lost`.
         """
         scale = _finite(scale)
         if unknown := [name for name in self if name not in base]:
@@ -191,6 +192,8 @@ class TaskVector(LazyMapping[Entry]):
                     f"{name} would hold NaN or infinite values in {tensor.dtype} with the task vector at scale "
                     f"{scale:g}. Use a smaller scale, a wider dtype, or a task vector without them."
                 )
+            if lost is not None and torch.equal(result, tensor) and bool(delta.any()):
+                lost.add(name)
             return result
 
         return LazyTensors(base, changed, lambda name: describe(base, name))
