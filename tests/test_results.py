@@ -100,7 +100,7 @@ def test_an_ablation_says_what_a_start_is_worth_and_what_is_missing() -> None:
     assert studies.worth([target], [row("distill-ported", 4.0, 1.0)]) == "0 of 20 steps"
     assert studies.worth([target], [row("distill-ported", 0.5, 0.4)]) == "more than 20 steps"
     lines = studies.table("start", [target, port])
-    assert lines[2:] == [f"| trec6 | {pages.short(pair)} | 50.0 | 50.0 (1) | at most 20 of 20 steps |"]
+    assert lines[2:] == [f"| trec6 | {pages.short(pair)} | 50.0 | 50.0 | at most 20 of 20 steps |"]
     assert studies.table("start", [target])[2:] == [f"| trec6 | {pages.short(pair)} | 50.0 | – | – |"]
     assert studies.table("filters", [])[2:] == studies.extra([])[2:] == []
     alone, beside = ({**port, "pair": "a>a2", "task": "mnist", "arm": arm, "n": 20} for arm in ("distill", "extra"))

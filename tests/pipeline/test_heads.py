@@ -23,7 +23,7 @@ from builders.texts import SENTENCES, bert_tokenizer, write, write_rows
 from builders.twins import Twin, finetuned
 from tuneport import transfer
 from tuneport.errors import CheckpointError, DataError, TuneportError
-from tuneport.measure.fitted_heads import fit_head, measuring
+from tuneport.measure.fitted_heads import fit_head, is_bare, measuring
 from tuneport.measure.samples import DatasetSamples
 from tuneport.methods import Transfer
 from tuneport.models.base import Labelling
@@ -164,6 +164,9 @@ def test_towers_of_clip_and_siglip_become_classifiers(zoo: Zoo, name: str) -> No
     assert type(headed.module).__name__.endswith("ForImageClassification")
     assert headed.classifier is not None
     assert headed.classifier.fresh == {"classifier.weight", "classifier.bias"}
+    same = as_classifier(headed, headed.classifier.labelling)
+    assert torch.equal(*(model.module.get_parameter("classifier.weight") for model in (headed, same)))
+    assert is_bare(same, fits=True), "a drawn head is none of its own, however often the model is opened"
     again = as_classifier(headed, Labelling("image", ("sun", "moon")))
     assert again.module.get_parameter("classifier.weight").shape[0] == 2
     assert headed.outputs.logits is not None

@@ -161,6 +161,7 @@ class RouteJudge:
     raw: Dataset  # the samples with the labels and answers of the data
     heads: Sides[Head] | None  # of classifiers
     head: str | None  # the name of the head that is asked for
+    bare: bool = False  # whether the target has no head of its own: it is compared, and written, with a fitted one
     answers: NDArray[np.int64] | None = None
     right: NDArray[np.bool_] | None = None
     exact: bool = True  # whether written answers are counted, or measured in bits
@@ -238,10 +239,11 @@ class RouteJudge:
     def choose(self, rows: list[RouteScore]) -> str | None:
         """The route that is nearest to the old model, if it is clearly better than the target as it is.
 
-        Of equals it is the last, which has learnt from the most samples: few held-out ones tell little.
+        A bare target is no model of the task yet: there a route must only not be clearly worse. Of equals it is the
+        last, which has learnt from the most samples: few held-out ones tell little.
         """
         sound = [row for row in rows[2:] if row.found is not None and not row.note]
-        tried = [row for row in sound if self.better(rows[1], row) > 0]
+        tried = [row for row in sound if self.better(rows[1], row) >= (0 if self.bare else 1)]
         return max(reversed(tried), key=self._nearness).name if tried else None
 
     def _nearness(self, row: RouteScore) -> float:

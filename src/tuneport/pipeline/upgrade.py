@@ -3,7 +3,8 @@
 A part of the own samples is held out from all routes and judges them: by agreement with the old model (the fine-tuned
 source), which needs no label, and by the labels of the data, where there are any. Few own samples are all taught, and
 written ones judge. A route is taken if it is clearly nearer to the old model than the target as it is, by a paired
-test, and has forgotten nothing; of several, the nearest, and of equals the last.
+test (than a target under a fitted head: not clearly farther), and has forgotten nothing; of several, the nearest, and
+of equals the last.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..config import DistillConfig, TransferConfig, TransferInputs, UpgradeConfi
 from ..data.dataset import Dataset
 from ..data.samplers import select
 from ..errors import DataError, MethodError, OptionError, PairingError, TuneportError
-from ..measure.fitted_heads import before_port, with_teacher_scores
+from ..measure.fitted_heads import before_port, is_bare, with_teacher_scores
 from ..measure.samples import Calibration
 from ..measure.unseen import RouteJudge, RouteScore
 from ..models.base import Model, ModelLike
@@ -236,7 +237,8 @@ def _prepare(opened: _Opened, config: UpgradeConfig, events: Events, work: Work 
         setup, unpaired = Setup(models, Change(old.vector), Plan(()), Calibration(), about), str(error)
     if (heads := setup.calibration.heads) is not None:
         lessons = divide(replace(old, models=setup.models, head=heads.source), *given)
-    judge = RouteJudge(lessons.held_out, lessons.raw_held_out, heads, asked.head)
+    bare = is_bare(setup.models.target, fits=setup.change.fits_head)
+    judge = RouteJudge(lessons.held_out, lessons.raw_held_out, heads, asked.head, bare)
     return _Routes(setup, unpaired, asked, config, lessons, judge)
 
 

@@ -25,8 +25,10 @@ FAR = 50.0  # percent of agreement
 
 def decision(judge: RouteJudge, rows: Sequence[RouteScore], chosen: str | None) -> str:
     old, base = rows[0], rows[1]
+    target = "the target with a fitted head" if judge.bare else "the target as it is"
     if chosen is None:
-        return f"keep the old model: no route is clearly better than the target as it is ({_said(base, old)})"
+        why = "every route is clearly worse" if judge.bare else "no route is clearly better"
+        return f"keep the old model: {why} than {target} ({_said(base, old)})"
     row = next(row for row in rows if row.name == chosen)
     flips = "" if not row.flips else f"; {row.flips} held-out samples that were right are wrong now"
     said, before = _said(row, old), _said(base, old)
@@ -36,7 +38,7 @@ def decision(judge: RouteJudge, rows: Sequence[RouteScore], chosen: str | None) 
     verdict = f"use the new model by the route {chosen}"
     if is_far(row.agreement):
         verdict = f"the best route is {chosen}, but its model is still far from the old one"
-    return f"{verdict}: {said}, the target as it is {before}{flips}{more}"
+    return f"{verdict}: {said}, {target} {before}{flips}{more}"
 
 
 def is_far(agreement: float | None) -> bool:

@@ -102,7 +102,8 @@ class HuggingFace(Family):
         head = {names[name]: parameter for name, parameter in live.items() if id(parameter) not in known}
         tensors = HeadedTensors(model.weights.tensors, files, head)
         new = _model(module, model.name, tensors, names, model.weights.folder, trust_remote_code)
-        own = {name: live[name].detach().clone() for name in new.classifier_parameters - fresh}
+        made = frozenset() if model.classifier is None else model.classifier.fresh  # a drawn head stays one
+        own = {name: live[name].detach().clone() for name in new.classifier_parameters - fresh - made}
         weights = replace(new.weights, write=writer_with_config(module))
         assert new.classifier is not None
         return replace(new, weights=weights, classifier=replace(new.classifier, own=own, fresh=fresh))
