@@ -109,6 +109,30 @@ def test_an_ablation_says_what_a_start_is_worth_and_what_is_missing() -> None:
     assert studies.extra([alone])[2:] == []
 
 
+def test_the_rules_are_held_against_what_became_of_their_decisions() -> None:
+    cell = {"pair": "a>b", "task": "mnist", "n": 20}
+    taken = {"taken": {"safe": [0.25, 51.0]}, "target": 50.0}
+    ports = [{**cell, **taken, "one": 40.0}, {**cell, **taken, "one": 60.0}]
+    lines = studies.scale_rules(ports)[2:]
+    assert lines == ["| 20 | 1 | +0.0 | -10.0 | 1 of 2 | 1 |", "| 20 | safe | +1.0 | +1.0 | 0 of 2 | 0.25 |"]
+    bases = [{"base": base, "of": "a", "left": left} for base, left in (("a", 0.9), ("b", 0.1), ("b", 0.6))]
+    routes = [{"name": name, "agreement": 80.0, "note": ""} for name in ("port", "distill")]
+    routes[1] |= {"agreement": 40.0, "note": "forgets"}
+    by_route = {"port": {"accuracy": 70.0}, "distill": {"accuracy": 80.0}}
+    upgrade = {**cell, "arm": "upgrade", "by_route": by_route, "about": {"routes": [{"name": "old"}, *routes]}}
+    old = {**cell, "arm": "old", "scores": {"accuracy": 90.0}}
+    counts = [line.split(" | ")[1:] for line in studies.rules([old, upgrade], bases)[2:]]
+    assert [(int(right), int(of[0])) for right, of in counts] == [
+        (2, 3),
+        (0, 1),
+        (0, 1),
+        (1, 1),
+        (1, 2),
+        (0, 0),
+        (0, 1),
+    ]
+
+
 def test_a_small_run_is_no_result() -> None:
     row = {"pair": "a>b", "task": "mnist", "arm": "distill", "n": 20, "draw": 0, "commit": "c"}
     assert pages.problems([row]) == []

@@ -207,6 +207,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "ports": ports_table,
     **{name: partial(studies.table, name) for name in studies.STUDIES},
     "extra": studies.extra,
+    "scale_rules": studies.scale_rules,
+    "rules": studies.rules,
 }
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean
+from typing import Any
 
-from benchmarks.skill.pages import DASH, head, of_group, score, short
+from benchmarks.rows import rows_in
+from benchmarks.skill.pages import DASH, committed, head, of_group, score, short
 from benchmarks.skill.rows import Row
 from benchmarks.skill.table import NAMES
 
@@ -79,3 +82,69 @@ def extra(rows: Sequence[Row] | None = None) -> list[str]:
                 means = " | ".join(f"{mean(column):.1f}" for column in zip(*both, strict=True))
                 lines.append(f"| {words}, accuracy, % | {count} | {means} | {len(both)} |")
     return lines
+
+
+RULES = Path(__file__).parents[1] / "results/rules.jsonl"
+
+
+def scale_rules(rows: Sequence[Row] | None = None) -> list[str]:
+    """The gain of ports over the target, at scale 1 and at the scale that a rule takes among some candidates."""
+    ports = [row for row in (rows_in(RULES) if rows is None else rows) if "taken" in row]
+    lines = head("samples", "rule, candidates", "mean gain", "worst cell", "worse than the target", "scales taken")
+    for count in sorted({row["n"] for row in ports}, reverse=True):
+        here = [row for row in ports if row["n"] == count]
+        for rule in ("1", *here[0]["taken"]):
+            taken = [(1.0, row["one"]) if rule == "1" else row["taken"][rule] for row in here]
+            gains = [value - row["target"] for (_, value), row in zip(taken, here, strict=True)]
+            worse, scales = sum(gain < 0 for gain in gains), sorted({f"{at:g}" for at, _ in taken}, key=float)
+            numbers = f"{mean(gains):+.1f} | {min(gains):+.1f} | {worse} of {len(gains)}"
+            lines.append(f"| {count} | {rule} | {numbers} | {', '.join(scales)} |")
+    return lines
+
+
+def rules(rows: Sequence[Row] | None = None, known: Sequence[Row] | None = None) -> list[str]:
+    """How often other rules are right: refusals, and the verdicts on routes."""
+    rows = [row for row in (committed() if rows is None else rows) if "error" not in row]
+    bases = [row for row in (rows_in(RULES) if known is None else known) if "left" in row]
+    upgrades = [_routes(row) for row in rows if row["arm"] == "upgrade"]
+    routes = [route for found in upgrades for route in found]
+    old = {(row["pair"].partition(">")[0], row["task"]): _main(row) for row in rows if row["arm"] == "old"}
+    agreeing = [(route, old[route["cell"]]) for route in routes if "agreement" in route and route["cell"] in old]
+    decided = {
+        "less than half of the base is left: refused as another base": [
+            (row["left"] < 0.5) == (row["base"] != row["of"]) for row in bases
+        ],
+        "the route that agrees most, of equals the last: the best on the test": [_taken(each) for each in upgrades],
+        "of equals the first": [_taken(each[::-1]) for each in upgrades],
+        "the last route, whatever agrees": [each[-1]["best"] for each in upgrades],
+        "below 50 % agreement far from the old model: under two thirds of its score": [
+            (route["agreement"] < 50) == (route["test"] < 2 / 3 * score) for route, score in agreeing
+        ],
+        "surely above 90 % agreement, so that no other route is tried: the best": [
+            route["best"] for route in routes if route.get("interval", [0])[0] >= 90
+        ],
+        "5 % more loss on neutral text: not the best route": [not route["best"] for route in routes if route["note"]],
+    }
+    return head("rule", "right", "of") + [
+        f"| {each} | {sum(right)} | {len(right)} |" for each, right in decided.items()
+    ]
+
+
+def _main(row: Row, scores: Any = None) -> float:
+    """The main score of a task, larger where it is better."""
+    scores = scores or row["scores"]
+    return -scores["bits"] if "bits" in scores else float(scores.get("f1", scores.get("accuracy")))
+
+
+def _routes(row: Row) -> list[dict[str, Any]]:
+    """The routes of an upgrade that wrote something, with their scores on the test, and which of these is the best."""
+    tests = {name: _main(row, scores) for name, scores in row["by_route"].items()}
+    cell, best = (row["pair"].partition(">")[0], row["task"]), max(tests.values())
+    routes = [route for route in row["about"]["routes"] if route["name"] in tests]
+    return [{**each, "test": (test := tests[each["name"]]), "best": test == best, "cell": cell} for each in routes]
+
+
+def _taken(routes: Sequence[Any]) -> bool:
+    """Whether the route that agrees most, of equals the last, is the best of those that forget nothing."""
+    sound = [route for route in reversed(routes) if not route["note"]]
+    return bool(max(sound, key=lambda route: route.get("agreement", -route.get("score", 0)))["best"])
