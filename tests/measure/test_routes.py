@@ -57,6 +57,16 @@ class TestChoose:
         """Two samples of 60 may be chance, and eight of eight are not."""
         assert judge.choose([row("old", 0), row("target", 40), row("port", wrong)]) == chosen
 
+    @pytest.mark.parametrize(("wrong", "chosen"), [(38, "port"), (40, "port"), (32, "port"), (50, None)])
+    def test_beside_a_bare_target_a_route_must_not_be_clearly_worse(
+        self, judge: RouteJudge, wrong: int, chosen: str | None
+    ) -> None:
+        rows = [row("old", 0), row("target", 40), row("port", wrong)]
+        judge = replace(judge, bare=True)
+        assert judge.choose(rows) == chosen
+        words = "the target with a fitted head" if chosen else "every route is clearly worse than the target with a"
+        assert words in decision(judge, rows, chosen)
+
     def test_a_route_with_a_note_is_not_taken(self, judge: RouteJudge) -> None:
         rows = [row("old", 0), row("target", 40), row("port", 0, "forgets"), row("distill", 20)]
         assert judge.choose(rows) == "distill"
