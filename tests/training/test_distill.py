@@ -62,7 +62,7 @@ def classified(zoo: Zoo) -> Result:
 @pytest.fixture(scope="module", params=[None, 2])
 def whole(ported: Result, request: pytest.FixtureRequest) -> tuple[int | None, Result]:
     """The rank of a LoRA or None for all layers, and a distillation that was not interrupted."""
-    return request.param, ported.distill(8, lora=request.param)
+    return request.param, ported.distill(6, lora=request.param)
 
 
 @pytest.fixture
@@ -270,9 +270,16 @@ class TestFittedHeads:
         assert fitted == [*halves, halves[0] | halves[1]]
         assert [judged[0], judged[-1]] == halves[::-1]
 
+    @pytest.fixture(scope="module")
+    def wanted(self, classified: Result) -> Result:
+        """A distillation that was not interrupted."""
+        return classified.distill(4, learning_rate=1e-3)
+
     @pytest.mark.parametrize("after", [3, 6])
-    def test_a_killed_run_continues_with_the_same_bits(self, classified: Result, tmp_path: Path, after: int) -> None:
-        steps = 0
+    def test_a_killed_run_continues_with_the_same_bits(
+        self, classified: Result, wanted: Result, tmp_path: Path, after: int
+    ) -> None:
+        saved, steps = StateFile(tmp_path / "state.safetensors", "these", 0.0), 0
 
         def kill(count: int) -> None:
             nonlocal steps
@@ -280,10 +287,6 @@ class TestFittedHeads:
             if steps > after:
                 raise KeyboardInterrupt
 
-        wanted, saved = (
-            classified.distill(4, learning_rate=1e-3),
-            StateFile(tmp_path / "state.safetensors", "these", 0.0),
-        )
         with pytest.raises(KeyboardInterrupt):
             classified.distill(4, learning_rate=1e-3, events=Listener(progress=kill), saved=saved)
         found = classified.distill(4, learning_rate=1e-3, saved=saved)
@@ -432,7 +435,8 @@ class TestResume:
     def conditions(self, path: Path, every: float = 0.0) -> StateFile:
         return StateFile(path / "state.safetensors", "these", every)
 
-    @pytest.mark.parametrize("after", [1, 4, 7, 8, 13])
+    # before a mark, at one, between two, at the end of a student, and in the second
+    @pytest.mark.parametrize("after", [1, 4, 5, 6, 11])
     def test_a_killed_run_continues_with_the_same_bits(
         self, ported: Result, whole: tuple[int | None, Result], tmp_path: Path, after: int
     ) -> None:
@@ -445,13 +449,13 @@ class TestResume:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            ported.distill(8, lora=lora, events=Listener(progress=kill), saved=self.conditions(tmp_path))
+            ported.distill(6, lora=lora, events=Listener(progress=kill), saved=self.conditions(tmp_path))
         done: list[int] = []
         events = Listener(progress=done.append)
-        found = ported.distill(8, lora=lora, events=events, saved=self.conditions(tmp_path))
-        students, part = divmod(after, 8)
-        assert done[: students + 1] == [8] * students + [part] or done[:2] == [8, 0], "what was saved is not done again"
-        assert sum(done) == 3 * 8, "as planned, whatever is not taken"
+        found = ported.distill(6, lora=lora, events=events, saved=self.conditions(tmp_path))
+        students, part = divmod(after, 6)
+        assert done[: students + 1] == [6] * students + [part] or done[:2] == [6, 0], "what was saved is not done again"
+        assert sum(done) == 3 * 6, "as planned, whatever is not taken"
         assert same(found, wanted)
         assert curve(found) == curve(wanted)
 
@@ -464,16 +468,16 @@ class TestResume:
         def kill(count: int) -> None:
             nonlocal steps
             steps += count == 1  # others are not taken
-            if steps > 17:
+            if steps > 13:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            ported.distill(8, lora=lora, events=Listener(progress=kill), saved=self.conditions(tmp_path))
+            ported.distill(6, lora=lora, events=Listener(progress=kill), saved=self.conditions(tmp_path))
         done: list[int] = []
         events = Listener(progress=done.append)
-        found = ported.distill(8, lora=lora, events=events, saved=self.conditions(tmp_path))
+        found = ported.distill(6, lora=lora, events=events, saved=self.conditions(tmp_path))
         again = found.record["distilled"]["again"]
-        assert done == [8, 8, 8 - again, 1] + [1] * (again - 1)
+        assert done == [6, 6, 6 - again, 1] + [1] * (again - 1)
         assert same(found, wanted)
         assert curve(found) == curve(wanted)
 
