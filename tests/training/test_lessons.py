@@ -183,34 +183,42 @@ class TestExtra:
         assert (kept["best"], kept["again"], kept["samples"], kept["held_out"]) == (0, 0, 10, 10)
         assert all(torch.equal(weights[name], others[name]) for name in weights)
 
-    @pytest.mark.parametrize("student", [0, 1])
-    def test_samples_that_judge_are_not_taught(
-        self, models: Sides[Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, student: int
-    ) -> None:
-        """Another text in one half leaves the weights of one student as they are, and changes those of the other."""
-        monkeypatch.setattr("tuneport.training.exam.last_is_best", lambda curve, *_: len(curve) == 1)
+    @pytest.fixture(scope="module")
+    def students(
+        self, models: Sides[Model], tmp_path_factory: pytest.TempPathFactory
+    ) -> dict[int | None, list[dict[str, Tensor]]]:
+        """What both students have learnt of ten texts, and with another text at either end of the draw."""
 
-        def trained(place: int | None) -> dict[str, Tensor]:
+        def trained(place: int | None) -> list[dict[str, Tensor]]:
             inputs = list(PROMPTS[:10])
             if place is not None:
                 inputs[place] = PROMPTS[40]
             data = replace(TAUGHT.subset(np.arange(10)), inputs=inputs)
             module = student_of(models.target, TaskVector({}), None, 0).module
-            file = tmp_path / f"{place}.safetensors"
+            file = tmp_path_factory.mktemp("students") / "state.safetensors"
             kept: list[dict[str, Tensor]] = []
 
             class Saved(StateFile):
                 def save(self, tensors: Any, values: Any) -> None:
                     super().save(tensors, values)
-                    if (values["student"], values["step"]) == (student, 3):
+                    if values["student"] < 2 and values["step"] == 3:
                         kept.append(load_file(self.path))
 
             config = DistillConfig.of(steps=3)
             more: Any = {"extra": extra(12), "saved": Saved(file, "same", 0)}
             distill(samples_of(models, data, None), module, config, **more)
-            return {name: tensor for name, tensor in kept[0].items() if name.startswith("now.")}
+            return [{name: each for name, each in state.items() if name.startswith("now.")} for state in kept]
 
-        plain, judging, taught = trained(None), *(trained(place) for place in ((9, 0) if student == 0 else (0, 9)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tuneport.training.exam.last_is_best", lambda curve, *_: len(curve) == 1)
+            return {place: trained(place) for place in (None, 0, 9)}
+
+    @pytest.mark.parametrize(("student", "judges", "teaches"), [(0, 9, 0), (1, 0, 9)])
+    def test_samples_that_judge_are_not_taught(
+        self, students: dict[int | None, list[dict[str, Tensor]]], student: int, judges: int, teaches: int
+    ) -> None:
+        """Another text in one half leaves the weights of one student as they are, and changes those of the other."""
+        plain, judging, taught = (students[place][student] for place in (None, judges, teaches))
         assert all(torch.equal(plain[name], judging[name]) for name in plain)
         assert not all(torch.equal(plain[name], taught[name]) for name in plain)
 
