@@ -50,10 +50,12 @@ def _commands_made_once() -> Iterator[None]:
     """Keep the parsers of the commands, which typer makes again for each call."""
     from functools import cache
 
-    from typer import main
+    from typer import main, testing
 
+    once = cache(main.get_command)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main, "get_command", cache(main.get_command))
+        patch.setattr(main, "get_command", once)
+        patch.setattr(testing, "_get_command", once)  # its own name for it
         yield
 
 
