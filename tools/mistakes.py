@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -404,6 +405,9 @@ def main() -> None:
         make_scene(Path(name))
         os.chdir(name)
         if given.json:
+            from typer import main as typer
+
+            typer.get_command = cache(typer.get_command)  # which makes the parsers again for each call
             found = {}
             for mistake, about in MISTAKES.items():
                 code, text = run_here(about.words)
