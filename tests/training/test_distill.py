@@ -59,6 +59,12 @@ def classified(zoo: Zoo) -> Result:
     return transfer(*zoo.trio("vit"), zoo.data, scale=1, samples=20)
 
 
+@pytest.fixture(scope="module")
+def refitted(classified: Result) -> Result:
+    """A distillation with fitted heads that was not interrupted."""
+    return classified.distill(4, learning_rate=1e-3)
+
+
 @pytest.fixture(scope="module", params=[None, 2])
 def whole(ported: Result, request: pytest.FixtureRequest) -> tuple[int | None, Result]:
     """The rank of a LoRA or None for all layers, and a distillation that was not interrupted."""
@@ -270,14 +276,9 @@ class TestFittedHeads:
         assert fitted == [*halves, halves[0] | halves[1]]
         assert [judged[0], judged[-1]] == halves[::-1]
 
-    @pytest.fixture(scope="module")
-    def wanted(self, classified: Result) -> Result:
-        """A distillation that was not interrupted."""
-        return classified.distill(4, learning_rate=1e-3)
-
     @pytest.mark.parametrize("after", [3, 6])
     def test_a_killed_run_continues_with_the_same_bits(
-        self, classified: Result, wanted: Result, tmp_path: Path, after: int
+        self, classified: Result, refitted: Result, tmp_path: Path, after: int
     ) -> None:
         saved, steps = StateFile(tmp_path / "state.safetensors", "these", 0.0), 0
 
@@ -290,8 +291,8 @@ class TestFittedHeads:
         with pytest.raises(KeyboardInterrupt):
             classified.distill(4, learning_rate=1e-3, events=Listener(progress=kill), saved=saved)
         found = classified.distill(4, learning_rate=1e-3, saved=saved)
-        assert same(found, wanted)
-        assert curve(found) == curve(wanted)
+        assert same(found, refitted)
+        assert curve(found) == curve(refitted)
 
 
 class TestStudent:

@@ -43,6 +43,37 @@ def models(animals: Animals) -> Sides[Model]:
     return Sides(open_model(animals.tuned), open_model(animals.target))
 
 
+@pytest.fixture(scope="module")
+def students(
+    models: Sides[Model], tmp_path_factory: pytest.TempPathFactory
+) -> dict[int | None, list[dict[str, Tensor]]]:
+    """What both students have learnt of ten texts, and with another text at either end of the draw."""
+
+    def trained(place: int | None) -> list[dict[str, Tensor]]:
+        inputs = list(PROMPTS[:10])
+        if place is not None:
+            inputs[place] = PROMPTS[40]
+        data = replace(TAUGHT.subset(np.arange(10)), inputs=inputs)
+        module = student_of(models.target, TaskVector({}), None, 0).module
+        file = tmp_path_factory.mktemp("students") / "state.safetensors"
+        kept: list[dict[str, Tensor]] = []
+
+        class Saved(StateFile):
+            def save(self, tensors: Any, values: Any) -> None:
+                super().save(tensors, values)
+                if values["student"] < 2 and values["step"] == 3:
+                    kept.append(load_file(self.path))
+
+        config = DistillConfig.of(steps=3)
+        more: Any = {"extra": extra(12), "saved": Saved(file, "same", 0)}
+        distill(samples_of(models, data, None), module, config, **more)
+        return [{name: each for name, each in state.items() if name.startswith("now.")} for state in kept]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tuneport.training.exam.last_is_best", lambda curve, *_: len(curve) == 1)
+        return {place: trained(place) for place in (None, 0, 9)}
+
+
 def own(models: Sides[Model], count: int) -> DatasetSamples:
     return samples_of(models, TAUGHT.subset(np.arange(count)), None)
 
@@ -182,36 +213,6 @@ class TestExtra:
         (kept, weights), (_, others) = trained(False, None), trained(False, 9)
         assert (kept["best"], kept["again"], kept["samples"], kept["held_out"]) == (0, 0, 10, 10)
         assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-    @pytest.fixture(scope="module")
-    def students(
-        self, models: Sides[Model], tmp_path_factory: pytest.TempPathFactory
-    ) -> dict[int | None, list[dict[str, Tensor]]]:
-        """What both students have learnt of ten texts, and with another text at either end of the draw."""
-
-        def trained(place: int | None) -> list[dict[str, Tensor]]:
-            inputs = list(PROMPTS[:10])
-            if place is not None:
-                inputs[place] = PROMPTS[40]
-            data = replace(TAUGHT.subset(np.arange(10)), inputs=inputs)
-            module = student_of(models.target, TaskVector({}), None, 0).module
-            file = tmp_path_factory.mktemp("students") / "state.safetensors"
-            kept: list[dict[str, Tensor]] = []
-
-            class Saved(StateFile):
-                def save(self, tensors: Any, values: Any) -> None:
-                    super().save(tensors, values)
-                    if values["student"] < 2 and values["step"] == 3:
-                        kept.append(load_file(self.path))
-
-            config = DistillConfig.of(steps=3)
-            more: Any = {"extra": extra(12), "saved": Saved(file, "same", 0)}
-            distill(samples_of(models, data, None), module, config, **more)
-            return [{name: each for name, each in state.items() if name.startswith("now.")} for state in kept]
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tuneport.training.exam.last_is_best", lambda curve, *_: len(curve) == 1)
-            return {place: trained(place) for place in (None, 0, 9)}
 
     @pytest.mark.parametrize(("student", "judges", "teaches"), [(0, 9, 0), (1, 0, 9)])
     def test_samples_that_judge_are_not_taught(
