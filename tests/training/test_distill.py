@@ -659,6 +659,17 @@ def test_the_learning_rate_follows_the_width(ported: Result) -> None:
     assert ported.distill(1, lora=1).record["distilled"]["learning_rate"] == pytest.approx(0.6 / width)
 
 
+def test_a_lora_that_is_taught_longer_has_a_lower_rate(ported: Result) -> None:
+    target = ported.setup.models.target
+    some, more, whole = (
+        division.schedule_of(DistillConfig.of(steps=steps, lora=lora), target, 128, 1)
+        for steps, lora in ((300, 1), (1200, 1), (1200, None))
+    )
+    assert (more.learning_rate, more.clip) == (some.learning_rate / 2, some.clip)
+    assert whole.learning_rate == pytest.approx(some.learning_rate / 5)
+    assert whole.clip is None
+
+
 @pytest.mark.usefixtures("long_exams")
 def test_a_batch_is_the_size_that_is_given_and_held_out_samples_are_answered_once(ported: Result) -> None:
     asked: list[int] = []  # images in each pass of the teacher

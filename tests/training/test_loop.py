@@ -40,6 +40,20 @@ def test_passes_of_uneven_size_give_the_step_of_the_whole_batch(pass_size: int) 
     assert same == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.parametrize("clip", [0.5, 1e3])
+def test_a_large_gradient_is_scaled_down(clip: float) -> None:
+    module = nn.Linear(2, 1, bias=False).double()
+    schedule = Schedule(1, COUNT, learning_rate=1.0, warmup=0, clip=clip)
+    before = module.weight.detach().clone()
+
+    def loss(_: int, _rows: Tensor) -> Tensor:
+        return module(torch.tensor([[3.0, 4.0]], dtype=torch.float64)).sum()  # its gradient has the norm 5
+
+    plain = torch.optim.SGD(module.parameters(), lr=1.0)
+    list(run_steps("x", module, plain, schedule, COUNT, loss, Pace()))
+    assert float((module.weight.detach() - before).norm()) == pytest.approx(min(clip, 5.0), rel=1e-5)
+
+
 def test_every_sample_is_drawn_once_an_epoch() -> None:
     """Seven steps of three samples are three epochs of seven."""
     _, _, drawn = taken(COUNT, 3, COUNT)

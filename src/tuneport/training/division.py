@@ -36,7 +36,7 @@ OWN, OWN_OF_WRITTEN = 2, 8  # own samples are at least one of so many that are t
 STEPS, MOST_STEPS, EPOCHS = 300, 2000, 10  # of a run whose steps follow from the samples
 STEPS_BESIDE = 1000  # at least, if other images are taught beside the own ones
 RATE = 0.12  # the learning rate of a model of width one
-LORA_RATE = 5.0  # times that of all weights
+LORA_RATE, LORA_CLIP = 5.0, 1.0  # times that of all weights, in a run of STEPS; the largest norm of a gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,14 +146,18 @@ def comparable(samples: DatasetSamples, matching: Matching, own: int) -> Dataset
 def schedule_of(config: DistillConfig, model: Model, usual: int, count: int, beside: bool = False) -> Schedule:
     """A tenth of the steps for the warm-up, no weight decay: the student shall stay near its start.
 
-    The learning rate follows from the student's width unless it is given, the batch size is the `usual` one, and steps
-    follow from the number of samples, and whether other images are taught `beside` the own ones.
+    The learning rate follows from the student's width unless it is given, and is lower for a LoRA that is taught longer
+    and would forget more; the batch size is the `usual` one, and steps follow from the number of samples, and whether
+    other images are taught `beside` the own ones.
     """
     batch, least = config.batch_size or usual, STEPS_BESIDE if beside else STEPS
     steps = config.steps or min(max(round(EPOCHS * count / batch), least), MOST_STEPS)
     rate = RATE / median_low(layer.in_features for layer in model.architecture.layers)
-    rate = config.learning_rate or rate * (LORA_RATE if config.lora is not None else 1.0)
-    return Schedule(steps, batch, rate, weight_decay=0.0, seed=config.seed, warmup=warm_up(steps))
+    clip = None
+    if config.lora is not None:
+        rate, clip = rate * LORA_RATE * math.sqrt(STEPS / max(steps, STEPS)), LORA_CLIP
+    rate = config.learning_rate or rate
+    return Schedule(steps, batch, rate, weight_decay=0.0, seed=config.seed, warmup=warm_up(steps), clip=clip)
 
 
 def warm_up(steps: int) -> int:

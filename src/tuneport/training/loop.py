@@ -27,7 +27,8 @@ from ..processes import summed, turns
 class Schedule:
     """AdamW with a linear warm-up, then cosine decay to zero.
 
-    The warm-up takes `warmup` steps, or the share `warmup_share` of all steps if `warmup` is None.
+    The warm-up takes `warmup` steps, or the share `warmup_share` of all steps if `warmup` is None. Gradients are scaled
+    down to the norm `clip`.
     """
 
     steps: int
@@ -37,6 +38,7 @@ class Schedule:
     warmup_share: float = 0.1
     seed: int = 0
     warmup: int | None = None
+    clip: float | None = None
 
     def rate(self, step: int) -> float:
         """The learning rate of a step (0-based)."""
@@ -135,6 +137,8 @@ def run_steps(
             if extra is not None:
                 extra.backward()
         last = _of_all(trained, torch.stack(losses).sum() if losses else torch.zeros((), device=device))
+        if schedule.clip is not None:
+            nn.utils.clip_grad_norm_(trained, schedule.clip)
         optimizer.step()
         unchecked.append(last)
         if step + 1 in stops or len(unchecked) == pace.check_every:
