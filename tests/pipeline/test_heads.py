@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,16 +22,18 @@ from builders.folders import Zoo, edit_json, images, same, write_data, write_pro
 from builders.runs import Case, prepare, run
 from builders.texts import SENTENCES, bert_tokenizer, write, write_rows
 from builders.twins import Twin, finetuned
-from tuneport import transfer
+from tuneport import transfer, upgrade
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.measure.fitted_heads import fit_head, is_bare, measuring
 from tuneport.measure.samples import DatasetSamples
+from tuneport.measure.unseen import RouteJudge
 from tuneport.methods import Transfer
 from tuneport.models.base import Labelling
 from tuneport.models.open import as_classifier, describe_module, open_model
 from tuneport.outputs import ModelOutput
 from tuneport.pipeline.scale import Judge, ScaleChoice, choose_on_halves
 from tuneport.task_vectors.vector import TaskVector
+from tuneport.training import division
 
 
 @pytest.fixture
@@ -106,6 +109,27 @@ def test_the_head_is_the_ridge_regression_of_the_teacher_on_the_ported_features(
         known = Ridge(alpha=factor * energy.mean(), solver="svd").fit(X, wanted.double().numpy())
         errors.append(max(abs(known.coef_ - module.classifier.weight.detach().numpy()).max(), 0))
     assert min(errors) < 1e-3 * float(module.classifier.weight.detach().abs().max())
+
+
+def test_a_student_that_stays_at_a_bare_target_has_the_head_of_the_target(
+    folders: Callable[..., tuple[Path, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of the port, which reads other features."""
+    heads, score = dict[str, Tensor](), RouteJudge.score
+
+    def seen(judge: RouteJudge, name: str, model: Any) -> Any:
+        heads[name] = model.module.classifier.weight.detach().clone()
+        return score(judge, name, model)
+
+    monkeypatch.setattr(RouteJudge, "score", seen)
+    monkeypatch.setattr(RouteJudge, "better", lambda *_: 0)
+    monkeypatch.setattr(division, "RATE", 1e-12)
+    found = upgrade(*folders(), routes="port,distill", steps=1)
+    assert found.result is not None
+    assert (found.chosen, found.result.record["distilled"]["best"]) == ("distill", 0)
+    assert torch.equal(found.result.apply().classifier.weight, heads["target"])
+    assert torch.equal(heads["distill"], heads["target"])
+    assert not torch.allclose(heads["port"], heads["target"], rtol=0.01)
 
 
 def test_models_that_are_given_are_not_changed(folders: Callable[..., tuple[Path, ...]]) -> None:

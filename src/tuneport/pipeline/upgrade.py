@@ -271,14 +271,19 @@ class _Routes:
         target = self.setup.models.target
         return None if target.generates is None else Neutral(target)
 
+    @cached_property
+    def target(self) -> Model:
+        """The target as it is; a bare one under a head that is fitted to its own features."""
+        models, change = self.setup.models, self.setup.change
+        scored = with_teacher_scores(models, change, self.setup.calibration.samples)
+        return before_port(models.target, scored, fits=change.fits_head)
+
     def first_rows(self) -> list[RouteScore]:
         """The old model, and the target as it is."""
-        old, models, change = self.lessons.old, self.setup.models, self.setup.change
-        scored = with_teacher_scores(models, change, self.setup.calibration.samples)
-        base = before_port(models.target, scored, fits=change.fits_head)
+        old = self.lessons.old
         with old.tuned():
             first = self.judge.ask_old(old.models.source)
-        return [first, self._score("target", base, {})]
+        return [first, self._score("target", self.target, {})]
 
     def score(self, name: str, result: Result) -> RouteScore:
         """Score what a route has made, as it would be written."""
@@ -331,8 +336,8 @@ class _Routes:
         config = DistillConfig.of(steps=self.config.steps, lora=self.asked.rank, seed=self.config.seed)
         if self.lessons.old.writes and not helps:
             start = untouched(setup, self.asked)
-        else:  # a classifier begins with the head of the port
+        else:  # a classifier is written as the port is
             start = port or self._port()
-            start = start if helps else replace(start, update=replace(start.update, scale=0.0))
+            start = start if helps else replace(start, update=replace(start.update, target=self.target, scale=0.0))
         more: Any = {"extra": lessons.extra, "events": self.lessons.events, "saved": saved}
         return told(start.taught(config, samples, **more), lessons, self.config)
