@@ -512,6 +512,13 @@ class TestLora:
                 expected, _ = truncate(ported.task_vector[name] * ported.scale, 3)
                 assert torch.allclose(entry.dense(), expected.dense(), atol=1e-6), name
 
+    def test_it_is_trained_in_float32_in_a_model_of_half_precision(self, ported: Result) -> None:
+        target = ported.setup.models.target
+        half = target.with_module(copy.deepcopy(target.module).bfloat16())
+        module = student_of(half, TaskVector({}), lora=2).module
+        found = {(each.requires_grad, each.dtype) for each in module.parameters()}
+        assert found == {(True, torch.float32), (False, torch.bfloat16)}
+
     def test_peft_loads_what_was_trained(self, ported: Result, tmp_path: Path) -> None:
         peft = pytest.importorskip("peft")
         found = ported.distill(4, lora=2)

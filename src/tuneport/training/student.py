@@ -85,6 +85,8 @@ def _with_lora(model: Model, start: TaskVector, rank: int, seed: int) -> Student
         module = inject_adapter_in_model(config, module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+        if parameter.requires_grad:  # peft draws it in the dtype of the model, in which small steps would be lost
+            parameter.data = parameter.data.float()
 
     def factors(path: str) -> tuple[Tensor, Tensor, bool]:
         layer = module.get_submodule(path)
