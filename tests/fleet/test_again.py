@@ -107,6 +107,20 @@ def test_an_old_model_that_stays_is_not_tried_again(zoo: Zoo, here: Here, tmp_pa
     assert here.lines == [1, 2, 1, 2]
 
 
+@pytest.mark.parametrize("change", ["a1/adapter_config.json", "own.npz", "target/config.json"])
+def test_an_old_model_that_stays_is_tried_again_when_an_input_changes(
+    zoo: Zoo, here: Here, tmp_path: Path, listed: Path, change: str
+) -> None:
+    target = shutil.copytree(zoo["vit-target"], listed.parent / "target")
+    given = {**common(zoo, listed), "target": str(target)}
+    upgrade_all(listed, tmp_path / "out", **given)
+    changed = listed.parent / change
+    changed.write_bytes(changed.read_bytes() + b"\n")
+    again = upgrade_all(listed, tmp_path / "out", **given)
+    assert here.lines == [1, 2, *([2] if change.startswith("a1") else [1, 2])]
+    assert again.count("kept") == 2
+
+
 def test_outputs_are_recognised_without_a_summary(zoo: Zoo, here: Here, tmp_path: Path, listed: Path) -> None:
     out, given = tmp_path / "out", common(zoo, listed)
     first = upgrade_all(listed, out, **given)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_origin
 
@@ -58,11 +59,21 @@ class Line:
     def out(self) -> Path:
         return Path(self.inputs.out)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of what the line asks for."""
-        asked = json.dumps([self.inputs.to_json(), self.config.to_json()], sort_keys=True)
+        """SHA-256 of what the line asks for, and of the sizes and times of the files that it reads."""
+        given, config = self.inputs, self.config
+        read = (given.source, *given.finetuned, given.target, given.data, config.head, config.extra, config.generator)
+        states = [_state(place) for place in read if place is not None]
+        asked = json.dumps([given.to_json(), config.to_json(), states], sort_keys=True)
         return hashlib.sha256(asked.encode()).hexdigest()
+
+
+def _state(place: str) -> list[tuple[str, int, int]]:
+    """The path, the size and the time of change of each file at a place; a name on the hub has none."""
+    path = Path(place if os.path.exists(place) else place.partition(":")[2] or place).expanduser()
+    found = [(str(file), file.stat()) for file in sorted([path, *path.rglob("*")]) if file.is_file()]
+    return [(name, about.st_size, about.st_mtime_ns) for name, about in found]
 
 
 def read_lines(inputs: UpgradeInputs, config: UpgradeConfig) -> tuple[Line, ...]:

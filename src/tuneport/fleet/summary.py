@@ -50,7 +50,7 @@ class Row:
     line: int  # where it is in the list
     finetuned: str  # what it reads
     out: str  # where it is written
-    fingerprint: str  # of what its line asks for
+    fingerprint: str  # of what its line asks for and reads
     earlier: bool = False  # whether an earlier start did it
 
 
