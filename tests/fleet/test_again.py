@@ -193,6 +193,8 @@ def test_the_command(zoo: Zoo, here: Here, tmp_path: Path, listed: Path, run: Ru
         ("a1", "failed", False),
         ("a0", "written", True),
     ]
+    whole = {f"{row['name']}: {row['note']}" for row in again.json["rows"]}
+    assert whole <= {*done.out.splitlines()}  # below a narrow table
     assert again.json == json.loads((tmp_path / "out" / "summary.json").read_text())
     assert here.lines == [1, 2, 2]
 

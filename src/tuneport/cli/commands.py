@@ -87,7 +87,9 @@ def _upgrade_list(inputs: options.UpgradeInputs, config: options.UpgradeConfig, 
         fleet = upgrade_lines(lines, inputs, events)
     if not json:
         heads, rows = fleet.table()
-        show([[*row[:-1], as_options(row[-1])] for row in rows], *heads, fold=True)
+        show([row[:-1] for row in rows], *heads[:-1], fold=True)
+        for name, *_, found in rows:
+            say(f"{name}: {as_options(found)}", prose=True)
     give(fleet.to_json(), json, fleet.headline, f"report: {Path(inputs.out, PAGE)}")
     if fleet.count("failed"):
         raise typer.Exit(1)
