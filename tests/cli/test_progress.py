@@ -59,14 +59,14 @@ def test_lines_say_the_step_the_share_of_the_whole_and_the_time_left(clock: Cloc
             clock.now += 25
             bar.advance(1)
     assert said.getvalue().splitlines() == [
-        "measuring: 5 %, 6 min left",  # 40 seconds after the start
-        "measuring: 15 %, 6 min left",
-        "measuring: 25 %, 5 min left",
-        "measuring: 35 %, 4 min left",
-        "measuring: 45 %, 4 min left",
-        "scoring: 75 %, 2 min left",
-        "scoring: 88 %, 50 s left",
-        "scoring: 100 %",
+        "measuring: 5 % done, 6 min left",  # 40 seconds after the start
+        "measuring: 15 % done, 6 min left",
+        "measuring: 25 % done, 5 min left",
+        "measuring: 35 % done, 4 min left",
+        "measuring: 45 % done, 4 min left",
+        "scoring: 75 % done, 2 min left",
+        "scoring: 88 % done, 50 s left",
+        "scoring: 100 % done",
     ]
 
 
@@ -81,7 +81,7 @@ def test_a_step_is_worth_its_units_however_many_samples_it_takes(clock: Clock, s
         bar.mark(Mark(5, 1.0, 3.0, 0.5, 0.0))  # other words for the same step
         clock.now += 30
         bar.advance(5)
-    assert said.getvalue() == "distilling, loss 3, agreement 50 %: 90 %, 3 s left\n"
+    assert said.getvalue() == "distilling, loss 3, agreement 50 %: 90 % done, 3 s left\n"
 
 
 def test_a_plan_after_a_step_without_units_is_that_of_the_whole(clock: Clock, said: io.StringIO) -> None:
@@ -92,7 +92,7 @@ def test_a_plan_after_a_step_without_units_is_that_of_the_whole(clock: Clock, sa
         bar.plan(10)
         clock.now += 30
         bar.advance(5)
-    assert said.getvalue() == "route distill: teaching: 50 %, 30 s left\n"
+    assert said.getvalue() == "route distill: teaching: 50 % done, 30 s left\n"
 
 
 def test_without_units_the_plan_counts_samples(clock: Clock, said: io.StringIO) -> None:
@@ -104,7 +104,7 @@ def test_without_units_the_plan_counts_samples(clock: Clock, said: io.StringIO) 
         bar.step("asking another")
         clock.now += 60
         bar.advance(5)
-    assert said.getvalue() == "asking one: 50 %, 60 s left\nasking another: 100 %\n"
+    assert said.getvalue() == "asking one: 50 % done, 60 s left\nasking another: 100 % done\n"
 
 
 def test_a_step_that_was_not_planned_makes_the_run_longer(clock: Clock, said: io.StringIO) -> None:
@@ -116,7 +116,7 @@ def test_a_step_that_was_not_planned_makes_the_run_longer(clock: Clock, said: io
         bar.extend(100)
         clock.now += 50
         bar.advance(1)
-    assert said.getvalue().splitlines() == ["measuring: 50 %, 50 s left", "measuring: 50 %, 2 min left"]
+    assert said.getvalue().splitlines() == ["measuring: 50 % done, 50 s left", "measuring: 50 % done, 2 min left"]
 
 
 @pytest.mark.parametrize("more", [{"scale": 1.0}, {"scale": "auto"}, {"scale": "safe", "distill": 2}])

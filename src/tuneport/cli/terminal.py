@@ -188,6 +188,6 @@ class Bar(Events):
         left = time_left(now - self._begun, share)
         self._bar.update(self._task, left=left)
         if self._bar.disable and now - self._told >= EVERY:
-            percent = f": {100 * share:.0f} %" if found.total else ""
+            percent = f": {100 * share:.0f} % done" if found.total else ""
             tell(f"{found.description}{percent}{left and f', {left}'}")
             self._told = now
