@@ -266,6 +266,9 @@ def test_apply_to_another_model_is_refused() -> None:
         "2 of 2 tensors of the task vector do not fit the base: encoder.weight (2,) vs (3,) torch.float32, "
         "zzz (2,) vs (2,) torch.int64. Apply it to the model that it was made for."
     )
+    many = TaskVector({f"w{number}": torch.zeros(2) for number in range(12)})
+    assert "base: w0, w1, w2, ... and 9 more. Use" in error_of(TuneportError, lambda: many.apply_to({}))
+    assert "w3" not in error_of(TuneportError, lambda: many.apply_to({name: torch.zeros(3) for name in many}))
 
 
 # Files

@@ -118,9 +118,9 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 def nearest(names: Sequence[str], known: Iterable[str]) -> str:
-    """Names for an error, the first ten with the nearest known name."""
-    near = {name: difflib.get_close_matches(name, list(known), n=1) for name in names[:10]}
-    return first_of(f"{name} (nearest: {near[name][0]})" if near.get(name) else name for name in names)
+    """Names for an error, the first three with the nearest known name."""
+    near = {name: difflib.get_close_matches(name, list(known), n=1) for name in names[:3]}
+    return first_of((f"{name} (nearest: {near[name][0]})" if near.get(name) else name for name in names), 3)
 
 
 def check_finite(tensors: Tensors, names: Iterable[str] | None = None) -> None:
@@ -130,7 +130,7 @@ def check_finite(tensors: Tensors, names: Iterable[str] | None = None) -> None:
     if bad:
         raise CheckpointError(
             f"{len(bad)} of {len(chosen)} tensors of {_name_of(tensors, 'the model')} hold NaN or infinite "
-            f"values: {first_of(bad)}. Use a checkpoint from before training diverged."
+            f"values: {first_of(bad, 3)}. Use a checkpoint from before training diverged."
         )
 
 
@@ -140,7 +140,7 @@ def check_unquantised(tensors: Tensors, names: Iterable[str]) -> None:
     if quantised:
         raise CheckpointError(
             f"{len(quantised)} of {len(chosen)} tensors of {_name_of(tensors, 'the model')} are quantised: "
-            f"{first_of(quantised)}. Give the model in float32, bfloat16 or float16."
+            f"{first_of(quantised, 3)}. Give the model in float32, bfloat16 or float16."
         )
 
 

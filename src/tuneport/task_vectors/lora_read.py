@@ -98,7 +98,7 @@ def task_vector_of(
         stated = adapter.config.get("base_model_name_or_path") or "not named in its configuration"
         raise CheckpointError(
             f"{len(wrong)} parts of the adapter {adapter.name}, whose base is {shortened(stated)}, do not fit: "
-            f"{first_of(wrong)}. Give the base that it was trained from."
+            f"{first_of(wrong, 3)}. Give the base that it was trained from."
         )
     whole = {name: key for name, key in whole.items() if name not in loras}
 
@@ -319,7 +319,7 @@ def as_lora(adapter: Adapter, module: nn.Module) -> Adapter:
         stored = {key.replace(name, rename(name)): adapter.tensors[key] for name, key in factors.items()}
         loaded: Any = set_peft_model_state_dict(model, stored)
         if unknown := loaded.unexpected_keys:
-            raise TuneportError(f"{len(unknown)} of its tensors do not fit the base: {first_of(unknown)}")
+            raise TuneportError(f"{len(unknown)} of its tensors do not fit the base: {first_of(unknown, 3)}")
         config, tensors = convert_to_lora(model, SHARE)
     except Exception as error:
         raise CheckpointError(

@@ -175,7 +175,7 @@ class TaskVector(LazyMapping[Entry]):
         if unfit:
             raise TuneportError(
                 f"{len(unfit)} of {len(self)} tensors of the task vector do not fit the base: "
-                f"{first_of(unfit)}. Apply it to the model that it was made for."
+                f"{first_of(unfit, 3)}. Apply it to the model that it was made for."
             )
 
         def changed(name: str) -> torch.Tensor:
