@@ -4,8 +4,9 @@
     python examples/serve_lora.py new-llm-lora --port 8000
     python examples/serve_lora.py new-llm-lora --ask "What is a task vector?"   # serves, asks once, stops
 
-The base is the one that the adapter names. If its tokenizer has no chat template, the model reads the messages one
-after the other, as in a transfer. It is a small server, for one user: for many, load the adapter in vLLM.
+The base is the one that the adapter names, here or next to the adapter. If its tokenizer has no chat template, the
+model reads the messages one after the other, as in a transfer. It is a small server, for one user: for many, load the
+adapter in vLLM.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import json
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.request import Request, urlopen
 
 import torch
 from jinja2 import TemplateError
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class Chat:
@@ -29,8 +31,15 @@ class Chat:
     def __init__(self, adapter: str, device: str) -> None:
         self.name = adapter
         dtype = torch.float32 if device == "cpu" else "auto"  # many CPUs take minutes for a word in half precision
-        self.model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=dtype).to(device).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(self.model.peft_config["default"].base_model_name_or_path)
+        named = PeftConfig.from_pretrained(adapter).base_model_name_or_path
+        beside = Path(adapter).resolve().parent / named  # a relative path is of the folder where the adapter was made
+        found = str(beside) if beside.exists() and not Path(named).exists() else named
+        try:
+            base = AutoModelForCausalLM.from_pretrained(found, dtype=dtype)
+            self.tokenizer = AutoTokenizer.from_pretrained(found)
+        except OSError as error:
+            sys.exit(f"{adapter} names the base {named}, which cannot be opened: {str(error).splitlines()[0]}")
+        self.model = PeftModel.from_pretrained(base, adapter).to(device).eval()
         self.lock = threading.Lock()
 
     def answer(self, messages: list[dict[str, str]], most: int, temperature: float) -> str:

@@ -91,8 +91,10 @@ def test_a_ported_lora_is_served_and_answers(
     tokenizer, more = chat_tokenizer(template), {"vocab_size": 330, "max_position_embeddings": 128}
     source, target = (make("llama", size, **more) for size in (SMALL, LARGE))
     lora = adapted(source, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    base, folder = write(tmp_path / "new", target, tokenizer), saved(lora, tmp_path / "lora")
-    out = tuneport.transfer(source, folder, base, method="naive").save(tmp_path / "ported", as_="adapter")
+    folder = saved(lora, write(tmp_path / "new", target, tokenizer).parent / "lora")
+    monkeypatch.chdir(tmp_path)
+    out = tuneport.transfer(source, folder, "new", method="naive").save(tmp_path / "ported", as_="adapter")
+    monkeypatch.chdir(folder)  # where the relative path of the base leads nowhere
     monkeypatch.setattr(sys, "argv", ["serve_lora.py", str(out), "--port", "0", "--ask", "why?", "--tokens", "5"])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(EXAMPLES / "serve_lora.py"), run_name="__main__")
@@ -107,6 +109,10 @@ def test_a_ported_lora_is_served_and_answers(
     said = capsys.readouterr().out
     assert f"serving {out} on http://127.0.0.1:" in said
     assert said.partition("assistant: ")[2] == tokenizer.decode(found, skip_special_tokens=True) + "\n"
+    (tmp_path / "new").rename(tmp_path / "moved")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit, match=r"ported names the base new, which cannot be opened: .+$"):
+        runpy.run_path(str(EXAMPLES / "serve_lora.py"), run_name="__main__")
 
 
 def test_inputs_of_your_own(
