@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from builders.signals import watch
 from tuneport.errors import CheckpointError
 from tuneport.layers import TokenLayout
 from tuneport.measure.signals import INPUT, OUTPUT_GRADIENT
+from tuneport.models.base import Labelling
 from tuneport.models.heads import choose_head
-from tuneport.models.open import describe_module, open_model
+from tuneport.models.open import as_classifier, describe_module, open_model
 from tuneport.pipeline.arithmetic import apply, extract
 
 ARCHITECTURE = "vit_tiny_patch16_224"
@@ -360,6 +362,17 @@ def moves_of(width: int, heads: int) -> Callable[[Any], None]:
             permuted.last(other.head.weight)
 
     return move
+
+
+def test_a_fitted_head_counts_more_than_the_classes_in_the_arguments_of_the_target(tmp_path: Path) -> None:
+    target = build("plain")
+    arguments = {**VARIANTS["plain"], "num_classes": target.num_classes}
+    save_for_hf(target, str(tmp_path / "target"), model_args=arguments, safe_serialization=True)
+    model = as_classifier(open_model(tmp_path / "target"), Labelling("image", ("cat", "dog")))
+    shutil.copytree(tmp_path / "target", tmp_path / "out")
+    model.weights.write(tmp_path / "out", model.weights.tensors)
+    again = reload(tmp_path / "out")
+    assert torch.equal(again.head.weight, model.module.head.weight)
 
 
 def test_a_bare_twin_gets_the_head_of_a_finetuned_classifier(tmp_path: Path, data: Path) -> None:

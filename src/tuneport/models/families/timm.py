@@ -191,6 +191,7 @@ def _writer(module: Any) -> Write:
         if config := read_config(path):
             classes = {key: given[key] for key in ("num_classes", "label_names")}
             config |= {**classes, "pretrained_cfg": {**config.get("pretrained_cfg", {}), **classes}}
+            config.get("model_args", {}).pop("num_classes", None)  # it would win over those of the new head
         elif given.get("architecture") is not None:
             origin = {"url", "file", "source", "hf_hub_id", "hf_hub_filename", "state_dict", "custom_load"}
             settings = {key: value for key, value in given.items() if value is not None and key not in origin}
