@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.data import create_transform, resolve_model_data_config
 from timm.models._hub import save_for_hf
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -129,6 +130,11 @@ class TestDescribing:
         outer = [layer.role for layer in model.architecture.layers if layer.block is None]
         assert outer[0] == "patch"
         assert ("classifier" in outer) == (module.num_classes > 0)
+
+    def test_a_module_made_without_the_factory(self) -> None:
+        arguments = {name: SMALL[name] for name in ("img_size", "patch_size", "embed_dim", "depth", "num_heads")}
+        model = describe_module(VisionTransformer(**arguments, num_classes=3))
+        assert model.outputs.classes == ("0", "1", "2")
 
     @each_variant
     def test_features_logits_and_layout_are_those_of_the_library(self, variant: str) -> None:

@@ -160,14 +160,19 @@ def _with_classes(module: Any, classes: tuple[str, ...]) -> tuple[Any, bool]:
     like = next(module.parameters())
     new._modules = {**module._modules, "head": head.to(like.device, like.dtype).eval()}
     new.num_classes = len(classes)
-    new.pretrained_cfg = {**module.pretrained_cfg, "num_classes": len(classes), "label_names": list(classes)}
+    new.pretrained_cfg = {**_settings(module), "num_classes": len(classes), "label_names": list(classes)}
     return new, order is not None
+
+
+def _settings(module: Any) -> Mapping[str, Any]:
+    """What timm's factory leaves on a module; nothing on one that was made without it."""
+    return getattr(module, "pretrained_cfg", None) or {}
 
 
 def _classes(module: Any) -> tuple[str, ...]:
     """The class names of the configuration, else numbers; none for a model without a classification layer."""
     count = int(module.num_classes)
-    names = module.pretrained_cfg.get("label_names") or ()
+    names = _settings(module).get("label_names") or ()
     if isinstance(names, Mapping):
         names = [names.get(str(index), names.get(index, str(index))) for index in range(count)]
     return tuple(map(str, names)) if len(names) == count else tuple(map(str, range(count)))
@@ -187,7 +192,7 @@ def _writer(module: Any) -> Write:
 
     def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         write_one_file(folder, tensors)
-        given, path = module.pretrained_cfg, folder / "config.json"
+        given, path = _settings(module), folder / "config.json"
         if config := read_config(path):
             classes = {key: given[key] for key in ("num_classes", "label_names")}
             config |= {**classes, "pretrained_cfg": {**config.get("pretrained_cfg", {}), **classes}}
