@@ -481,3 +481,8 @@ class TestRefusals:
     def test_other_architectures(self, name: str, words: str, tmp_path: Path) -> None:
         save_file(timm.create_model(name, num_classes=2).state_dict(), tmp_path / "w.safetensors")
         assert words in refusal(f"timm:{name}:{tmp_path / 'w.safetensors'}")
+
+    def test_a_fitted_head_for_two_classification_layers(self) -> None:
+        model = describe_module(timm.create_model("deit_tiny_distilled_patch16_224", **SMALL))
+        with pytest.raises(CheckpointError, match="has two classification layers, head and head_dist"):
+            as_classifier(model, Labelling("image", ("cat", "dog")))

@@ -69,6 +69,11 @@ class Timm(Family):
     def classifier(self, model: Model, labelling: Labelling, *, trust_remote_code: bool) -> Model:
         if labelling.task != "image":
             return super().classifier(model, labelling, trust_remote_code=trust_remote_code)
+        if hasattr(model.module, "head_dist"):
+            raise CheckpointError(
+                f"{model.name} has two classification layers, head and head_dist, and a fitted one replaces one. Give "
+                'another target, or `head_fit="none"`.'
+            )
         module, known = _with_classes(model.module, labelling.classes)
         head = {f"head.{name}": parameter for name, parameter in module.head.named_parameters()}
         names = {name: name for name in model.weights.tensors if name not in head}
