@@ -322,6 +322,15 @@ class TestTransfer:
         assert torch.equal(answers(again, pixels), answers(result.apply(), pixels))
         assert again.num_classes == 3
 
+    def test_live_modules_of_other_sizes_than_their_architecture(self, tmp_path: Path) -> None:
+        module = build("oblong")
+        model = describe_module(module)
+        out = tmp_path / "out"
+        out.mkdir()
+        model.weights.write(out, model.stored_parameters())
+        pixels = torch.randn(1, 3, 8, 16, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(reload(out)(pixels), module(pixels))
+
     def test_from_transformers_to_timm(self, zoo: Zoo, tmp_path: Path) -> None:
         target = save(build("registers", 1), tmp_path / "new", "registers")
         result = tuneport.transfer(zoo["vit-base"], zoo["vit-tuned"], target, zoo.data, samples=12)

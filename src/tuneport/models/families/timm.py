@@ -192,6 +192,16 @@ def _evaluation_transform(module: Any) -> Any:
     return data.create_transform(**settings)
 
 
+def _sizes(module: Any) -> dict[str, Any]:
+    """The arguments with which timm makes a model of these sizes, which its architecture may not have."""
+    patches, blocks = module.patch_embed, module.blocks
+    sizes = {"img_size": patches.img_size, "patch_size": patches.patch_size, "embed_dim": module.embed_dim}
+    sizes |= {"depth": len(blocks), "num_heads": blocks[0].attn.num_heads}
+    if type(blocks[0].mlp).__name__ == "Mlp":  # others have several hidden layers
+        sizes["mlp_ratio"] = blocks[0].mlp.fc1.out_features / module.embed_dim
+    return {name: size for name, size in sizes.items() if size is not None}
+
+
 def _writer(module: Any) -> Write:
     """A writer of timm's hub layout: config.json names the architecture and, in a copied one, the classes of a head."""
 
@@ -208,6 +218,7 @@ def _writer(module: Any) -> Write:
             config = {
                 "architecture": settings.pop("architecture"),
                 **{key: getattr(module, key) for key in ("num_classes", "num_features", "global_pool")},
+                "model_args": _sizes(module),
                 "pretrained_cfg": {**settings, "num_classes": module.num_classes},
             }
         if config:
