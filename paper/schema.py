@@ -81,6 +81,7 @@ class Tuning(Schedule):
     warmup_share: Share = Schedule.warmup_share
     seed: Index = Schedule.seed
     warmup: Index | None = Schedule.warmup
+    clip: Annotated[Number, Field(gt=0)] | None = Schedule.clip
 
 
 @with_config(ConfigDict(extra="forbid"))

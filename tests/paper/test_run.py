@@ -301,7 +301,7 @@ class TestRecipes:
             "exclude": ["*.bias"],
             "test_samples": 9,
         }
-        tuning = {"checkpoint_every": 1, "finetune": asdict(Schedule(3, warmup=1))}
+        tuning = {"checkpoint_every": 1, "finetune": asdict(Schedule(3, warmup=1, clip=1.0))}
         full = settings | changed | more | tuning | {"reference": {"animals": settings["target"]}, "samples": []}
         assert set(full) == {item.name for item in fields(Comparison)}
         (tmp_path / "recipe.toml").write_text(toml(full))
