@@ -134,7 +134,8 @@ def _of_classes(models: Sides[Model], heads: Sides[Head]) -> Matching:
     if unknown and not numbered:
         raise DataError(
             f"{len(unknown)} of {len(teacher)} classes of the teacher are unknown to {models.target.name}: "
-            f"{first_of(unknown)}. It has {first_of(student)}. Give it a head with the teacher's classes."
+            f"{first_of(unknown)}. It has {first_of(student)}. Give it a head with the teacher's classes, or run an "
+            "upgrade, which fits one."
         )
     places = numbers if unknown else [student.index(name) for name in teacher]
 
