@@ -210,8 +210,10 @@ def publish(
     print(text)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        kept = {**data, **about, "page": text}
-        (out / f"{name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        kept = json.dumps({**data, **about, "page": text}, indent=1)
+        if out.is_absolute():
+            kept = kept.replace(str(out), "OUT")
+        (out / f"{name}.json").write_text(kept + "\n", encoding="utf-8")
         out.with_suffix(".md").write_text(page(out), encoding="utf-8")
 
 
