@@ -123,7 +123,7 @@ def test_a_student_that_stays_at_a_bare_target_has_the_head_of_the_target(
 
     monkeypatch.setattr(RouteJudge, "score", seen)
     monkeypatch.setattr(RouteJudge, "better", lambda *_: 0)
-    monkeypatch.setattr(division, "RATE", 1e-12)
+    monkeypatch.setattr(division, "RATE", 1e-30)  # which changes no weight
     found = upgrade(*folders(), routes="port,distill", steps=1)
     assert found.result is not None
     assert (found.chosen, found.result.record["distilled"]["best"]) == ("distill", 0)

@@ -36,7 +36,8 @@ OWN, OWN_OF_WRITTEN = 2, 8  # own samples are at least one of so many that are t
 STEPS, MOST_STEPS, EPOCHS = 300, 2000, 10  # of a run whose steps follow from the samples
 STEPS_BESIDE = 1000  # at least, if other images are taught beside the own ones
 RATE = 0.12  # the learning rate of a model of width one
-LORA_RATE, LORA_CLIP = 5.0, 1.0  # times that of all weights, in a run of STEPS; the largest norm of a gradient
+LORA_RATE = 5.0  # times that of all weights, in a run of STEPS
+LORA_CLIP = 1.0  # the norm to which larger gradients are scaled down
 
 
 @dataclass(frozen=True, eq=False)
