@@ -18,8 +18,7 @@ from tuneport.data.formats import suffixes
 from tuneport.data.samplers import select
 from tuneport.data.tasks import read_data, split_reference
 from tuneport.errors import DataError, TuneportError, first_of, shortened, unknown_name
-from tuneport.io.places import looks_like_hub_id
-from tuneport.models.open import path_of
+from tuneport.io.places import looks_like_hub_id, path_of
 
 from .samplers import CENTROID, FEW_CLASSES
 from .schema import KINDS, PATTERN, Comparison, Keys, PaperRows, validated

@@ -25,10 +25,11 @@ from tuneport.data.tasks import read_data
 from tuneport.errors import CheckpointError, DataError, TuneportError, first_of
 from tuneport.io.checkpoint import LARGEST_INDEX, read_json
 from tuneport.io.output import check_new, claimed, new_folder
+from tuneport.io.places import path_of
 from tuneport.methods import get_method
 from tuneport.models.base import Model
 from tuneport.models.heads import choose_head
-from tuneport.models.open import open_model, path_of, pick_device
+from tuneport.models.open import open_model, pick_device
 from tuneport.pipeline.transfer import prepare
 from tuneport.report.provenance import package_version
 from tuneport.report.record import to_json

@@ -35,12 +35,13 @@ from builders.folders import (
 from builders.samples import empty_dataset
 from tuneport.errors import CheckpointError, DataError, TuneportError
 from tuneport.io.checkpoint import open_checkpoint
+from tuneport.io.places import path_of
 from tuneport.layers import TokenLayout
 from tuneport.models.base import Labelling, describe_any
 from tuneport.models.families import quiet as _quiet
 from tuneport.models.families.huggingface_heads import classifier_around
 from tuneport.models.heads import PROMPTS, choose_head, read_head
-from tuneport.models.open import describe_module, open_model, open_stored, outline_model, path_of
+from tuneport.models.open import describe_module, open_model, open_stored, outline_model
 from tuneport.pipeline.arithmetic import apply
 from tuneport.task_vectors.vector import TaskVector
 

@@ -19,7 +19,7 @@ from ..checks import check_command
 from ..config import TransferInputs, UpgradeConfig, UpgradeInputs
 from ..config.options import Declared, Option
 from ..errors import DataError, OptionError, TuneportError, printable, shortened, unknown_name
-from ..io.places import nearest_path
+from ..io.places import nearest_path, path_of
 from ..io.untrusted import check_regular, parse_json
 
 LARGEST = 10**7  # bytes of a list
@@ -71,7 +71,7 @@ class Line:
 
 def _state(place: str) -> list[tuple[str, int, int]]:
     """The path, the size and the time of change of each file at a place; a name on the hub has none."""
-    path = Path(place if os.path.exists(place) else place.partition(":")[2] or place).expanduser()
+    path = path_of(place)
     found = [(str(file), file.stat()) for file in sorted([path, *path.rglob("*")]) if file.is_file()]
     return [(name, about.st_size, about.st_mtime_ns) for name, about in found]
 

@@ -51,6 +51,12 @@ def looks_like_hub_id(reference: str | os.PathLike[str], *, bare: bool = False, 
     return named and (bare or "/" in text) and not os.path.lexists(text) and not os.path.isdir(os.path.dirname(text))
 
 
+def path_of(reference: str | os.PathLike[str]) -> Path:
+    """The path on disk that a reference means: itself, or FILE of NAME:FILE."""
+    path, (_, mark, file) = Path(reference), str(reference).rpartition(":")
+    return Path(file).expanduser() if mark and not path.exists() and Path(file).expanduser().exists() else path
+
+
 def nearest_path(path: str | os.PathLike[str]) -> str:
     """A hint at the path next to a missing one whose name is most like it; else nothing."""
     place = Path(path)

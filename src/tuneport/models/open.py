@@ -130,12 +130,6 @@ def runnable(model: Model, device: torch.device) -> AbstractContextManager[None]
     return placed(model.module, Placement(device, blocks, frozenset(blocks), model.parameters()))
 
 
-def path_of(reference: str | Path) -> Path:
-    """The path on disk that a reference means: itself, or FILE of NAME:FILE."""
-    path, (_, mark, file) = Path(reference), str(reference).rpartition(":")
-    return Path(file).expanduser() if mark and not path.exists() and Path(file).expanduser().exists() else path
-
-
 def pick_device(name: str) -> torch.device:
     """The device of that name; `auto` is a GPU if there is one, else the CPU."""
     if name == "auto":

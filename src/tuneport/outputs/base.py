@@ -16,11 +16,11 @@ from ..errors import TuneportError, first_of
 from ..io.checkpoint import open_checkpoint, read_record
 from ..io.fingerprint import weights_fingerprint
 from ..io.output import check_new, new_file, new_folder
-from ..io.places import companion_bytes, copy_companions, local
+from ..io.places import companion_bytes, copy_companions, local, path_of
 from ..io.tensors import check_unquantised, describe
 from ..methods import Method
 from ..models.base import Model
-from ..models.open import open_stored, path_of
+from ..models.open import open_stored
 from ..models.weights import Scaled
 from ..pairing import Plan
 from ..report.card import model_card

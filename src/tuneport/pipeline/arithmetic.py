@@ -13,11 +13,11 @@ from ..config import ApplyConfig, ExtractConfig, MergeConfig
 from ..errors import CheckpointError, first_of
 from ..io.fingerprint import same_weights, weights_fingerprint
 from ..io.output import check_new
-from ..io.places import check_no_parts, local
+from ..io.places import check_no_parts, local, path_of
 from ..io.tensors import check_finite, describe
 from ..measure.fitted_heads import is_head
 from ..models.change import between, check_changes, exclude_note, names_of, one_table
-from ..models.open import open_model, open_stored, path_of
+from ..models.open import open_model, open_stored
 from ..outputs import ModelOutput, output_of
 from ..report.provenance import files_identity, identity_of, package_version, versions
 from ..task_vectors.lora_format import Adapter

@@ -12,12 +12,12 @@ from ..config import DistillConfig, TransferConfig, TransferInputs, UpgradeConfi
 from ..data.dataset import Dataset
 from ..errors import DataError, TuneportError
 from ..io.output import claimed
+from ..io.places import path_of
 from ..io.sizes import format_bytes
 from ..measure.fitted_heads import with_teacher_scores
 from ..measure.unseen import Unseen, unseen
 from ..methods import get_method, name_of
 from ..models.change import is_whole
-from ..models.open import path_of
 from ..outputs import Output, Update, output_of
 from ..processes import by_first, ranks
 from ..runtime.passes import Costs, Passes

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..config import DistillConfig, MeasureConfig, TransferConfig
 from ..errors import MethodError, OptionError, TuneportError, first_of
+from ..io.places import path_of
 from ..io.state import StateFile
 from ..measure.fitted_heads import fit_head, with_teacher_scores
 from ..measure.objectives import TokenLoss
@@ -26,7 +27,7 @@ from ..measure.samples import Calibration, DatasetSamples, Limits, Measurement, 
 from ..methods import LayerRecord, Method, Transfer, get_method, name_of
 from ..models.base import Model, ModelLike
 from ..models.change import Change, Finetuned
-from ..models.open import path_of, pick_device
+from ..models.open import pick_device
 from ..outputs import Update, output_of
 from ..pairing import Kept, Plan
 from ..report.summary import label_words
