@@ -207,6 +207,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "ports": ports_table,
     **{name: partial(studies.table, name) for name in studies.STUDIES},
     "extra": studies.extra,
+    "repeats": studies.repeats,
     "scale_rules": studies.scale_rules,
     "rules": studies.rules,
 }

@@ -8,6 +8,7 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.rows import rows_in
+from benchmarks.skill.cells import PAIRS
 from benchmarks.skill.pages import DASH, committed, head, of_group, score, short
 from benchmarks.skill.rows import Row
 from benchmarks.skill.table import NAMES
@@ -39,7 +40,11 @@ STUDIES: dict[str, tuple[tuple[Place, ...], tuple[str, ...]]] = {
             "synthetic@100",
         ),
     ),
-    "tokens": ((("language", QWEN, "banking77"),), ("distill@500", "distill-by-text@500")),
+    "tokens": ((("language", QWEN, "snips"),), ("distill@500", "distill-by-text@500")),
+    "closed": (
+        (*(("language", pair, "trec6") for pair in PAIRS), ("language", GEMMA, "shakespeare")),
+        ("target", "cross-lora", "theseus@100", "bico@100", "port@100"),
+    ),
 }
 
 
@@ -50,7 +55,7 @@ def table(name: str, rows: Sequence[Row] | None = None) -> list[str]:
     for group, pair, task in places:
         found = of_group(group, rows)
         kind = found.group.scores(task)[0]
-        cells = [score(found, pair, task, arm, 1) for arm in arms]
+        cells = [score(found, pair, task, arm, 3 if kind == "bits" else 1) for arm in arms]
         if name == "start":
             cells.append(worth(*(found.found(pair, task, arm) for arm in arms)))
         if set(cells) != {DASH}:
@@ -84,7 +89,24 @@ def extra(rows: Sequence[Row] | None = None) -> list[str]:
     return lines
 
 
-RULES = Path(__file__).parents[1] / "results/rules.jsonl"
+RESULTS = Path(__file__).parents[1] / "results"
+RULES, REPEATS = RESULTS / "rules.jsonl", RESULTS / "repeats.jsonl"
+
+
+def repeats() -> list[str]:
+    """The scores of rows that the same commands have made again on another machine."""
+    lines = head("task", "pair", "arm", "row", "made again")
+    for row in rows_in(REPEATS):
+        arm = row["arm"] if row["n"] is None else f"{row['arm']}@{row['n']}"
+        found = of_group("language").found(row["pair"], row["task"], arm)
+        kind = next(iter(row["scores"]))
+        first = next(each["scores"][kind] for each in found if each["draw"] == row["draw"])
+        words = row["task"] if kind == "accuracy" else f"{row['task']}, {NAMES[kind]}"
+        digits = 3 if kind == "bits" else 1
+        lines.append(
+            f"| {words} | {short(row['pair'])} | {arm} | {first:.{digits}f} | {row['scores'][kind]:.{digits}f} |"
+        )
+    return lines
 
 
 def scale_rules(rows: Sequence[Row] | None = None) -> list[str]:
