@@ -73,6 +73,21 @@ def test_adapters_into_an_adapter(run: Run, zoo: Zoo, loras: list[Path], place: 
     assert cut.json["adapter"]["rank"] == 2
 
 
+def test_what_an_adapter_cannot_hold_is_told(run: Run, zoo: Zoo, loras: list[Path], place: Path) -> None:
+    """Of a LoRA that also has trained norms, the matrices are merged, and a note names what is left out."""
+    base = transformers.CLIPVisionModelWithProjection.from_pretrained(zoo["clip_vision-base"])
+    more = saved(adapted(base, 4, target_modules=["q_proj"], modules_to_save=["post_layernorm"]), place / "norms")
+    merged = run("merge", loras[0], more, "--as", "adapter", "--out", place / "both", "--json")
+    assert merged.code == 0, merged.err
+    [note] = merged.json["notes"]
+    name = "vision_model.post_layernorm.bias: a LoRA cannot hold a parameter of LayerNorm"
+    assert note.startswith(f"the change of 2 of {merged.json['tensors']} tensors is left out ({name}, ")
+    assert f"note: {note}" in merged.err
+    whole = ("merge", zoo["clip_vision-tuned"], "--base", zoo["clip_vision-base"], "--as", "adapter", "--energy", "1")
+    unchanged = run(*whole, "--out", place / "whole", "--json")
+    assert "notes" not in unchanged.json, "its norms are those of the base"
+
+
 def test_task_vectors_need_no_base(run: Run, zoo: Zoo, place: Path) -> None:
     taus = [place / "one.safetensors", place / "two.safetensors"]
     for tau in taus:

@@ -112,6 +112,10 @@ class AdapterOutput(Output):
         live = {file: name for name, file in model.weights.file_names.items()}
         packed = self.packed(Update(model, vector.rename({name: live[name] for name in vector if name in live})))
         record = {**record, "adapter": adapter_entry(packed)}
+        files = model.weights.file_names
+        if lost := [f"{files[name]}: {why}" for name, why in packed.kept.items() if vector.changes(files[name])]:
+            words = f"the change of {len(lost)} of {len(vector)} tensors is left out"
+            record["notes"] = [*record.get("notes", ()), f"{words} ({first_of(lost, 3)}): a model has it"]
         with new_folder(out, overwrite=overwrite) as folder:
             write_adapter(folder, packed.adapter)
             write_record(folder / "tuneport.json", record)
