@@ -95,6 +95,9 @@ def outputs_at(module: Any, size: int) -> Tensor:
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, False),
         ({"target_modules": ["q_proj", "embed_tokens"]}, False),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, True),
+        ({"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"target_modules": ["q_proj", "lm_head"], "ensure_weight_tying": True}, True),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
         ({"target_modules": ["q_proj"]}, True),
         ({"target_modules": ["q_proj"], "save_embedding_layers": True}, True),  # peft does, if tokens were added
     ],

@@ -36,6 +36,8 @@ from .open import describe_module, open_stored
 
 Finetuned = ModelLike | Adapter | TaskVector
 TIED = "the target's output layer is tied to its embedding, which takes the row of the embedding"
+# What peft calls the factors of an embedding -> those of an output layer with the same change, which are transposed.
+_FACTORS = {".lora_embedding_A": ".lora_B.weight", ".lora_embedding_B": ".lora_A.weight"}
 _NORMS = {"gamma": "weight", "beta": "bias", "weight": "gamma", "bias": "beta"}
 
 
@@ -287,7 +289,8 @@ def one_table(source: Model, adapter: Adapter, exclude: Sequence[str] = ()) -> A
     base, names, changes = source.stored_parameters()[tables["input"]], plain_names(adapter), []
     sides = [{name.removeprefix(path): key for name, key in names.items() if f"{path}." in name} for path in paths]
     for keys in sides:
-        parts = {part: adapter.tensors[key] for part, key in keys.items()}
+        stored = ((part, adapter.tensors[key]) for part, key in keys.items())
+        parts = {_FACTORS.get(part, part): each.T if part in _FACTORS else each for part, each in stored}
         changes.append({part: tensor for part, tensor in parts.items() if not _equal(tensor, base)})
     one, two = changes
     same = one.keys() == two.keys() and all(_equal(tensor, two[part]) for part, tensor in one.items())
