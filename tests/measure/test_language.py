@@ -267,6 +267,25 @@ def test_answers_in_chats(tmp_path: Path) -> None:
         assert likelihood(opened, data).accuracy == 100.0 * (label == np.argmin(losses))
 
 
+def test_earlier_answers_of_a_chat_are_not_scored(tmp_path: Path) -> None:
+    """They are the same for every word, and hide that the last answer is cut: then nothing tells the words apart."""
+    tokenizer = chat_tokenizer("chatml")
+    module = make("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    opened = open_model(write(tmp_path, module, tokenizer))
+    chat, data = CHATS[0], texts([CHATS[0]], labels=np.array([1]), classes=WORDS)
+    assert [message["role"] for message in chat].count("assistant") == 2
+    said = [*chat[:-1], {"role": "assistant", "content": WORDS[1]}]
+    start = len(tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True)["input_ids"])
+    ids = torch.tensor(tokenizer.apply_chat_template(said)["input_ids"])
+    with torch.no_grad():
+        shares = opened.module(input_ids=ids[None]).logits[0, start - 1 : -1].double().log_softmax(-1)
+    found = likelihood(opened, data)
+    assert found.tokens == len(ids) - start
+    assert found.perplexity == pytest.approx(math.exp(-float(shares.gather(1, ids[start:, None]).mean())), rel=1e-5)
+    with raises("no token of the target of a sample is left to predict", f"is longer than {start} tokens"):
+        likelihood(opened.cut_at(start), data)
+
+
 @pytest.mark.parametrize(
     ("row", "parts"),
     [

@@ -21,7 +21,7 @@ from ..io.untrusted import check_regular
 from ..types import Split
 
 Kind = Literal["image", "text"]
-Answers = Literal["data", "teacher", "none"]
+Answers = Literal["data", "choice", "teacher", "none"]
 
 MOST_SAMPLES = 10**7
 DEFAULT_SAMPLES = 100  # of a draw
@@ -78,10 +78,10 @@ class Dataset:
     """Samples with labels, with text targets, or with neither.
 
     `inputs` are RGB `PIL.Image`s (read from disk on access), texts, pairs of texts, or chats. `labels` index `classes`,
-    or the `choices` of each sample. `answers` says whose the targets and the last answers of chats are: the data's, a
-    teacher's with the end of its turn, or nobody's for bare prompts. `scores` (N, classes) are those that a teacher
-    gives to the samples; of a teacher that labels tokens, N pairs of the spans (T, 2) and scores (T, classes) of the
-    tokens of a text, NaN for special ones.
+    or the `choices` of each sample. `answers` says whose the targets and the last answers of chats are: the data's, one
+    of a choice, a teacher's with the end of its turn, or nobody's for bare prompts. `scores` (N, classes) are those
+    that a teacher gives to the samples; of a teacher that labels tokens, N pairs of the spans (T, 2) and scores
+    (T, classes) of the tokens of a text, NaN for special ones.
 
     >>> data = Dataset(inputs=["good", "bad", "fine"], labels=np.array([1, 0, 1]), classes=("neg", "pos"))
     >>> data.subset([2, 1]).inputs[0], len(data)

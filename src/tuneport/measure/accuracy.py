@@ -298,6 +298,7 @@ def likelihood(model: Model, data: Dataset, *, batch_size: int = 16, progress: P
     def scored(start: int) -> list[NDArray[Any]]:
         part = data.subset(np.arange(start, min(start + size, len(data))))
         asked, counts = each_answer(part)
+        asked = replace(asked, answers="choice")  # earlier answers of a chat are part of the question
         found = _score(model, asked, len(asked) if model.shares_questions else batch_size, counts=counts)
         assert part.labels is not None
         begins = np.cumsum([0, *counts[:-1]])

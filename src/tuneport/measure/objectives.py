@@ -278,8 +278,8 @@ def _encode_pairs(model: Model, samples: Dataset) -> Encoded:
 
 
 def _encode_continuations(model: Model, samples: Dataset) -> Encoded:
-    taught = samples.answers == "teacher"
-    return model.reader.continuations(list(samples.inputs), read_answers(samples), taught=taught)
+    whose = {"taught": samples.answers == "teacher", "last": samples.answers == "choice"}
+    return model.reader.continuations(list(samples.inputs), read_answers(samples), **whose)
 
 
 def _encode_answers(model: Model, samples: Dataset) -> Encoded:

@@ -134,9 +134,9 @@ class Reader:
         return self.texts([text for pair in pairs for text in pair])
 
     def continuations(
-        self, texts: Sequence[Text | Chat], targets: Sequence[str] | None, *, taught: bool = False
+        self, texts: Sequence[Text | Chat], targets: Sequence[str] | None, *, taught: bool = False, last: bool = False
     ) -> Encoded:
-        """Encode for a causal model, which predicts each whole text, only the target, or a chat's answers.
+        """Encode for a causal model, which predicts each whole text, the target, or a chat's answers or its `last` one.
 
         If a teacher has `taught` the answers, it predicts the last answer of a chat alone, and after an answer the end
         of a text, as the teacher has written it.
@@ -144,7 +144,7 @@ class Reader:
         if texts and isinstance(texts[0], list):
             chats = cast(Sequence[Chat], texts)
             if self.tokenizer.chat_template or not taught:
-                return self._chats(chats, last=taught)
+                return self._chats(chats, last=last or taught)
             texts = [prompt_text(self.tokenizer, chat[:-1]) for chat in chats]
             targets = [chat[-1]["content"] for chat in chats]
         whole = starts = [joined_text(cast(Text, text)) for text in texts]
