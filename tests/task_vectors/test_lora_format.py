@@ -158,6 +158,19 @@ def test_live_adapter_as_finetuned(tmp_path: Path) -> None:
         tuneport.transfer(model.get_base_model(), folder, target, images(), loss=clip_loss)
 
 
+def test_the_active_adapter_of_a_live_model_is_read() -> None:
+    """PeftModel.active_adapter names one also where several are active."""
+    base = clip()
+    model = adapted(base, target_modules=["q_proj"])
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["fc1"]))
+    for name, module in (("default", "q_proj"), ("other", "fc1"), ("default", "q_proj")):
+        model.set_adapter(name)
+        assert all(module in tensor for tensor in read(model, base))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(TuneportError, match="has 2 active adapters; set one with set_adapter"):
+        read(model, base)
+
+
 def test_blocks_without_an_adapter_do_not_change(tmp_path: Path) -> None:
     """The depth rule counts all blocks of the source, not only those that the adapter reaches."""
     source, target = clip(depth=4), clip(24, 4, 1)

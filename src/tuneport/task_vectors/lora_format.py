@@ -160,9 +160,8 @@ def _live_adapter(module: nn.Module) -> Adapter:
     from peft import get_peft_model_state_dict
 
     configs: Any = module.peft_config
-    active: Any = getattr(module, "active_adapter", None)
-    active = active() if callable(active) else active
-    names = [active] if isinstance(active, str) else list(active or configs)
+    active: Any = getattr(module, "active_adapters", None)  # a method of models of transformers without peft's class
+    names = active if isinstance(active, list) else list(configs)
     if len(names) != 1:
         raise TuneportError(f"{type(module).__name__} has {len(names)} active adapters; set one with set_adapter.")
     state = get_peft_model_state_dict(module, adapter_name=names[0], save_embedding_layers=False)
