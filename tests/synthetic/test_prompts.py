@@ -18,21 +18,21 @@ def lines(prompt: str) -> list[str]:
 
 def test_the_layout_of_a_list() -> None:
     (request,) = Prompts(("who?",)).requests(0, 1)
-    assert request.prompt == "Examples:\n- who?\n-"
+    assert request == "Examples:\n- who?\n-"
     (request,) = Prompts(("who?",), "Short questions:").requests(0, 1)
-    assert request.prompt == "Short questions:\n- who?\n-"
+    assert request == "Short questions:\n- who?\n-"
     (request,) = Prompts((), "Short questions:").requests(0, 1)
-    assert request.prompt == "Short questions:\n-"
+    assert request == "Short questions:\n-"
     assert Prompts(("who?",)).stops == ("\n",)
 
 
 def test_each_seed_is_shown_as_often_as_the_others() -> None:
     asked = Prompts(QUESTIONS, each=1).requests(0, 5 * 8)
-    shown = Counter(line for request in asked for line in lines(request.prompt))
+    shown = Counter(line for request in asked for line in lines(request))
     assert set(shown) == set(QUESTIONS)
     assert max(shown.values()) - min(shown.values()) <= 3  # a seed is not repeated inside one prompt
-    assert all(6 <= len(lines(request.prompt)) <= 8 for request in asked)
-    assert len({request.prompt for request in asked}) == len(asked)
+    assert all(6 <= len(lines(request)) <= 8 for request in asked)
+    assert len({request for request in asked}) == len(asked)
 
 
 def test_one_prompt_asks_for_a_few_texts() -> None:
@@ -48,13 +48,13 @@ def test_requests_depend_on_their_number_alone() -> None:
 
 def test_long_seeds_are_shown_in_smaller_numbers() -> None:
     (request,) = Prompts(tuple(f"{number} " + "x" * (MOST_SHOWN // 3) for number in range(8))).requests(0, 1)
-    assert len(lines(request.prompt)) == 2
+    assert len(lines(request)) == 2
 
 
 def test_samples_of_several_lines_stand_between_marks() -> None:
     prompts = Prompts(("one\ntwo", "three"))
     (request,) = prompts.requests(0, 1)
-    assert request.prompt in (
+    assert request in (
         "Examples:\n###\none\ntwo\n###\nthree\n###\n",
         "Examples:\n###\nthree\n###\none\ntwo\n###\n",
     )
@@ -65,23 +65,20 @@ def test_samples_of_several_lines_stand_between_marks() -> None:
 def test_an_answer_is_asked_for_by_its_own_samples_or_by_its_name() -> None:
     prompts = Prompts(("where?", "how many?", "how far?"), answers=("place", "number", "number"))
     (request,) = prompts.requests(0, 1, "number")
-    assert request.prompt.startswith('Examples with the answer "number":\n- how ')
-    assert sorted(lines(request.prompt)) == ["how far?", "how many?"]
+    assert request.startswith('Examples with the answer "number":\n- how ')
+    assert sorted(lines(request)) == ["how far?", "how many?"]
     (request,) = prompts.requests(0, 1, "person")
-    assert sorted(lines(request.prompt)) == ["how far?", "how many?", "where?"]
-    assert request.prompt.endswith('\n\nExamples with the answer "person":\n-')
+    assert sorted(lines(request)) == ["how far?", "how many?", "where?"]
+    assert request.endswith('\n\nExamples with the answer "person":\n-')
     (request,) = Prompts((), "Short questions:").requests(0, 1, "person")
-    assert request.prompt == 'Short questions:\n\nExamples with the answer "person":\n-'
+    assert request == 'Short questions:\n\nExamples with the answer "person":\n-'
 
 
-def test_passages_begin_with_nothing_or_with_first_words() -> None:
-    assert {r.prompt for r in Prompts(passages=True).requests(0, 4)} == {""}
-    prompts = Prompts(("one two\nthree four five six seven eight", "a b"), passages=True, each=1)
-    asked = prompts.requests(0, 4)
-    assert [r.prompt for r in asked[::2]] == ["", ""]
-    assert {r.prompt for r in asked[1::2]} == {"one two\nthree four five six", "a b"}
-    assert all(r.start == r.prompt for r in asked)
-    assert prompts.stops == ()
+def test_passages_begin_with_nothing() -> None:
+    """Words of own samples would be repeated in what is taught, also those of samples that judge."""
+    for seeds in ((), ("one two\nthree four five six seven eight", "a b")):
+        assert set(Prompts(seeds, passages=True, each=1).requests(0, 4)) == {""}
+    assert Prompts(passages=True).stops == ()
 
 
 @pytest.mark.parametrize(
@@ -103,15 +100,15 @@ def test_passages_begin_with_nothing_or_with_first_words() -> None:
 )
 def test_a_sample_stands_without_the_marks_of_a_list(written: str, expected: str) -> None:
     prompts = Prompts(("who?",))
-    assert prompts.sample(prompts.requests(0, 1)[0], written) == expected
+    assert prompts.sample(written) == expected
 
 
 def test_marks_that_seeds_have_stay() -> None:
     prompts = Prompts(("1. who?", '"what?"'))
     for text in ("2. where?", '"where?"'):
-        assert prompts.sample(prompts.requests(0, 1)[0], text) == text
+        assert prompts.sample(text) == text
     passage = Prompts(passages=True)
-    assert passage.sample(passage.requests(0, 1)[0], '- "one"\n') == '- "one"'
+    assert passage.sample('- "one"\n') == '- "one"'
 
 
 def test_nothing_to_tell_is_refused() -> None:

@@ -22,7 +22,7 @@ from ..models.generation import Sampling
 from ..types import Events
 from .filters import DUPLICATES, PROBE, Candidate, Filter, form, near_duplicates, shares
 from .generators import Generator
-from .prompts import Prompts, Request
+from .prompts import Prompts
 
 FIRST = 256  # texts of the first round, which shows how many are dropped
 SMALLEST = 32  # texts of a round
@@ -141,9 +141,8 @@ def collect(
         requests = _requests(now, prompts, goal, choices)
         expected = left - len(requests)
         sampling = Sampling(goal.max_new_tokens, now.temperature, goal.top_p, prompts.stops, _seed(goal, now.rounds))
-        written = generator.write([request.prompt for request in requests], sampling, events.advance)
-        pairs = zip(requests, written, strict=True)
-        new = [Candidate(prompts.sample(request, one.text), one.finished) for request, one in pairs]
+        written = generator.write(requests, sampling, events.advance)
+        new = [Candidate(prompts.sample(one.text), one.finished) for one in written]
         kept = [text for text, _ in (*now.kept, *now.spare)]
         for one in filters:
             new = _filtered(one, new, kept, now)
@@ -252,7 +251,7 @@ def _left(now: Rounds, goal: Goal) -> int:
     return max(math.ceil((goal.count - len(now.kept)) / rate), SMALLEST)
 
 
-def _requests(now: Rounds, prompts: Prompts, goal: Goal, choices: Sequence[str]) -> list[Request]:
+def _requests(now: Rounds, prompts: Prompts, goal: Goal, choices: Sequence[str]) -> list[str]:
     """What is asked in this round: half of it answer by answer, if answers are thin."""
     missing = goal.count - len(now.kept)
     count = min(_left(now, goal), goal.largest if now.rounds else FIRST)

@@ -1,4 +1,4 @@
-"""What a generator is asked: a header and a list of seed samples that it continues, or the begin of a passage.
+"""What a generator is asked: a header and a list of seed samples that it continues, or nothing for a passage.
 
 Eight seed samples are shown at a time, for a few texts; they rotate, so that each is shown as often as the others.
 Where there are answers to choose from, a generator can be asked for samples with one answer.
@@ -18,19 +18,10 @@ HEADER = "Examples:"
 NAMED = "Examples with the answer"
 MARK = "###"  # before each sample, if samples have several lines
 MOST_SHOWN = 6000  # characters of the samples in one prompt
-START = re.compile(r"\S+(?:\s+\S+){0,5}")  # the first words of a passage
 LISTED = re.compile(r"(?:[-*•]|\(?\d{1,3}[.):])\s+(?=\S)")  # the mark of a list before a text
 QUOTES = {'"': '"', "'": "'", "“": "”", "‘": "’", "«": "»"}
 CONTRAST = 2  # other answers that are shown before one that has no sample of its own
 FEW = 3  # samples of each
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt, and the begin of the text that belongs to the sample."""
-
-    prompt: str
-    start: str = ""
 
 
 @dataclass(frozen=True)
@@ -40,7 +31,7 @@ class Prompts:
     seeds: tuple[str, ...] = ()  # seed samples, without their answers
     describe: str = ""  # one sentence about the samples
     answers: tuple[str, ...] = ()  # the teacher's answer to each seed sample, if it gives any
-    passages: bool = False  # the teacher writes passages itself, from nothing or after the first words of a seed
+    passages: bool = False  # the teacher writes passages itself, from nothing
     shots: int = 8  # seed samples in one prompt
     each: int = 4  # texts that are asked for with one prompt, which a model reads once
     seed: int = 0  # of their order
@@ -68,13 +59,13 @@ class Prompts:
         named = (NAMED,) if self.answers else ()
         return tuple(line for line in (self.describe.strip(), HEADER, *named, MARK) if line)
 
-    def sample(self, request: Request, text: str) -> str:
+    def sample(self, text: str) -> str:
         """The sample that a generator wrote, without the mark of a list and without quotes around it.
 
-        >>> Prompts(("who?",)).sample(Request("Examples:"), ' 2. "where?"')
+        >>> Prompts(("who?",)).sample(' 2. "where?"')
         'where?'
         """
-        sample = (request.start + text).strip()
+        sample = text.strip()
         if self.passages:
             return sample
         if not any(LISTED.match(seed.strip()) for seed in self.seeds):
@@ -90,23 +81,19 @@ class Prompts:
         known = [*zip(self.seeds, self.answers, strict=False), *samples]
         return replace(self, seeds=tuple(text for text, _ in known), answers=tuple(answer for _, answer in known))
 
-    def requests(self, first: int, count: int, answer: str | None = None) -> list[Request]:
-        """The requests from number `first` on; with `answer`, for samples with this answer."""
+    def requests(self, first: int, count: int, answer: str | None = None) -> list[str]:
+        """The prompts from number `first` on; with `answer`, for samples with this answer."""
         return [self._request(number // self.each, answer) for number in range(first, first + count)]
 
-    def _request(self, number: int, answer: str | None) -> Request:
-        if self.passages:
-            start = ""
-            if self.seeds and number % 2:  # every other passage begins with nothing
-                found = START.match(self._shown(self.seeds, number // 2, 1)[0].strip())
-                start = found[0] if found else ""
-            return Request(start, start)
+    def _request(self, number: int, answer: str | None) -> str:
+        if self.passages:  # words of own ones would be learnt by heart, also those of samples that judge
+            return ""
         if answer is None:
             blocks = [(self.describe.strip() or HEADER, self._shown(self.seeds, number, self.shots))]
         else:
             blocks = [(f'{NAMED} "{name.strip()}":', shown) for name, shown in self._answered(number, answer)]
             blocks = [(self.describe.strip(), []), *blocks] if self.describe.strip() else blocks
-        return Request(self._layout(blocks))
+        return self._layout(blocks)
 
     def _answered(self, number: int, answer: str) -> list[tuple[str, list[str]]]:
         """Samples with this answer; if there are none, samples with two other answers, and the name of this one."""

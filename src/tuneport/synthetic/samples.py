@@ -261,7 +261,7 @@ def better_generator(first: Model, second: Model, own: Dataset | None, config: L
     frame = Frame.of(own, config.template)
     texts = [frame.text(sample) for sample in own.inputs[: 2 * TRIED]]
     shown, asked = texts[: len(texts) // 2], texts[len(texts) // 2 :]
-    prompt = Prompts(tuple(shown), config.describe or "").requests(0, 1)[0].prompt
+    prompt = Prompts(tuple(shown), config.describe or "").requests(0, 1)[0]
     data = Dataset([prompt] * len(asked), None, (), targets=asked)
 
     def surprise(model: Model) -> float:
