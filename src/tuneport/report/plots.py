@@ -45,9 +45,10 @@ def is_finite(value: Number) -> TypeGuard[float]:
 
 def round_ticks(low: float, high: float) -> list[float]:
     """Four to nine round numbers (steps of 1, 2 or 5 times a power of ten) that span `low` to `high`."""
-    span = (high - low) or max(abs(high), 1.0)
+    largest = max(abs(low), abs(high))
+    span = high - low if high - low > 1e-9 * largest else max(largest, 1.0)  # less is the rounding of one value
     size = 10.0 ** math.floor(math.log10(span / 4))
     step = next(size * factor for factor in (1, 2, 5, 10) if span / (size * factor) <= 6)
     first = math.floor(low / step + 1e-9)
     last = max(math.ceil(high / step - 1e-9), first + 1)
-    return [round(step * index, 12) for index in range(first, last + 1)]
+    return [float(f"{step * index:.12g}") for index in range(first, last + 1)]
