@@ -144,7 +144,7 @@ def test_parquet_from_the_hub_holds_images_and_class_names(tmp_path: Path) -> No
         ('{"text": "a", "label": -1}', ["has no labels"]),
         (
             '{"text": "a", "label": 0}\n{"text": "b"}',
-            ["1 of 2 rows of", "have no label, the first is row 2."],
+            ["1 of 2 rows of", "have no label, the first is row 2.", "give a column that names no classes"],
         ),
         (
             '{"text": "a", "label": 0.5}',
@@ -176,6 +176,15 @@ def test_hidden_test_labels_do_not_affect_the_training_split(tmp_path: Path) -> 
     with raises("has no labels"):
         read_plain(path, "test")
     assert read_plain(path, "test", labelled=False).labels is None
+
+
+@pytest.mark.parametrize("labels", [[0.5, 1.0], [-2, 3], [[0, 1], [1, 1]], [["wet"], []]])
+def test_labels_that_name_no_class_are_left_where_none_are_needed(tmp_path: Path, labels: list[Any]) -> None:
+    path = jsonl(tmp_path / "t.jsonl", [{"text": "a", "label": label} for label in labels])
+    with raises("label of row 1 of", "expected a class name or a number from 0."):
+        read_plain(path, "train")
+    found = read_plain(path, "train", labelled=False)
+    assert (found.labels, found.classes, len(found)) == (None, (), 2)
 
 
 def test_other_broken_tables(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def _read_answers(
             return None, (), read_choices(column, None, rows, path)[0]
         choices, labels = read_choices(column, [None] * len(column) if values is None else values, rows, path)
         return labels, tuple(map(str, range(max(map(len, choices), default=0)))), choices
-    if values is None or (not labelled and _are_measures(values)):
+    if values is None or (not labelled and _name_no_class(values)):
         return None, (), None
     return *_read_labels(values, table.classes, rows, path), None
 
@@ -216,10 +216,11 @@ def _words(column: Sequence[Any], path: Path, row: int) -> str:
     return " ".join(cell)
 
 
-def _are_measures(values: Sequence[Any]) -> bool:
-    """Whether labels are those of a regression: numbers, and not all of them whole."""
+def _name_no_class(values: Sequence[Any]) -> bool:
+    """Whether labels are those of a regression (numbers, some not whole or below -1), or a list for each sample."""
     known = [value for value in values if value is not None and value == value]
-    return all(isinstance(value, (int, float)) for value in known) and any(value % 1 for value in known)
+    numbers = all(isinstance(value, (int, float)) for value in known)
+    return all(isinstance(value, list) for value in known) or (numbers and any(v % 1 or v < -1 for v in known))
 
 
 def _read_labels(
@@ -248,7 +249,7 @@ def _read_labels(
     if len(missing):
         raise DataError(
             f"{len(missing)} of {len(rows)} rows of {path} have no label, the first is row {missing[0] + 1}. "
-            "Fill or drop them."
+            "Fill or drop them, or give a column that names no classes another name."
         )
     return labels, classes
 
