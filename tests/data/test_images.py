@@ -38,6 +38,17 @@ def test_sixteen_bit_images_are_scaled_and_float_images_refused(tmp_path: Path) 
         data.inputs[1]
 
 
+@pytest.mark.parametrize(("dtype", "unit"), [(np.uint8, 1), (np.uint16, 257)])
+def test_a_picture_that_is_stored_turned_is_read_upright(tmp_path: Path, dtype: type, unit: int) -> None:
+    (tmp_path / "cat").mkdir()
+    upright = np.array([[0, 50, 100], [150, 200, 250]], dtype=dtype)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn it to the right to see it
+    Image.fromarray(np.rot90(upright * unit).copy()).save(tmp_path / "cat" / "a.png", exif=exif)
+    found = read_plain(tmp_path, "train").inputs[0]
+    assert np.array_equal(np.asarray(found)[..., 0], upright)
+
+
 def test_decompression_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = read_plain(image_folder(tmp_path / "pets", {"cat": 1}), "train")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..errors import DataError, brief
 from ..io.untrusted import check_regular
@@ -120,6 +120,7 @@ def _decode(source: Path | io.BytesIO, where: str) -> Image.Image:
                 if max(image.size) > LARGEST_RATIO * min(image.size):  # resized by its shorter side, it is huge
                     size = f"{image.size[0]} x {image.size[1]} pixels"
                     raise ValueError(f"it has {size}, and one side may be {LARGEST_RATIO} times the other")
+                ImageOps.exif_transpose(image, in_place=True)  # a camera may store a picture turned
                 if image.mode == "F":
                     raise ValueError("its pixels are floats without a known range")
                 if image.mode.startswith("I"):  # 16 bits; Pillow would clip at 255 instead of scaling
