@@ -165,6 +165,16 @@ def test_vit_has_other_names_in_its_files(zoo: Zoo) -> None:
     assert names["vit.layers.1.attention.q_proj.weight"] == "vit.encoder.layer.1.attention.attention.query.weight"
 
 
+def test_an_image_tower_without_a_pooler_opens_without_it(zoo: Zoo, tmp_path: Path) -> None:
+    folder = copied(zoo, "vit-base", tmp_path)
+    tower = load(folder).vit
+    assert tower.pooler is None
+    tower.save_pretrained(folder)  # config.json names a ViTModel, which has one by default
+    model = open_model(folder)
+    assert not any("pooler" in name for name, _ in model.module.named_parameters())
+    assert set(model.weights.file_names.values()) == set(model.weights.tensors)
+
+
 def test_shards_and_half_precision_open_as_the_same_model(zoo: Zoo, tmp_path: Path) -> None:
     folder = copied(zoo, "clip_vision-target16", tmp_path)
     (folder / "model.safetensors").unlink()

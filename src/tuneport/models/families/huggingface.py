@@ -201,15 +201,15 @@ def _in_bfloat16(
 
 @quiet()
 def _fitting(folder: Path, stored: Checkpoint | None, build: Callable[..., Built]) -> nn.Module:
-    """Build the class that config.json names or, for a text model, one with fewer parts that the weights fit."""
+    """Build the class that config.json names, or one without a pooler or a head of texts that the files fit."""
     import transformers
 
     kind, is_text = class_of(folder, stored)
     module, missing, misshapen = build(kind)
-    if missing and is_text and not misshapen:
+    if missing and not misshapen:
         # encoders are often stored without the head, or the pooler, that their config.json names
         base: Any = transformers.AutoModel._model_mapping.get(kind.config_class, kind)
-        choices: list[dict[str, Any]] = [{}] if base is not kind else []
+        choices: list[dict[str, Any]] = [{}] if is_text and base is not kind else []
         if "add_pooling_layer" in inspect.signature(base).parameters:
             choices.append({"add_pooling_layer": False})
         built = (build(base, **options) for options in choices)
