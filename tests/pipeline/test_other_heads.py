@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from builders.texts import (
 )
 from builders.twins import Twin, finetuned
 from paper.finetune import prepare_training
-from tuneport import transfer
+from tuneport import plan, transfer, upgrade
 from tuneport.errors import DataError, TuneportError
 from tuneport.measure import fitted_heads as heads
 from tuneport.models.open import describe_module
@@ -242,6 +243,11 @@ class TestBoth:
         with pytest.raises(TuneportError, match="of which tuneport measures no accuracy"):
             check_test(job.target, job.setup.calibration, test)
         assert "measures no accuracy" in str(usual_test(job.target, job.setup.calibration, paths[3]))
+        reason = "the fine-tune .*, and routes are judged by one class for each sample"
+        with pytest.raises(TuneportError, match=f"{reason}: use 'tuneport transfer'"):
+            upgrade(*paths)
+        routes = plan(*paths)["routes"].values()
+        assert all(re.fullmatch(reason, route["why_not"]) for route in routes)
         rows = [{"text": text, "label": CLASSES[place % 3]} for place, text in enumerate(SENTENCES)]
         labelled = write_rows(tmp_path / "rows.jsonl", rows)
         with pytest.raises(TuneportError, match="which is not trained here: use transformers' Trainer"):

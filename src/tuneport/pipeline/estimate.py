@@ -102,9 +102,16 @@ def planned_routes(setup: Setup, own: int) -> dict[str, dict[str, Any]]:
         why_not["copy"] = str(error)
     if count < FEWEST:
         why_not |= dict.fromkeys(("port", "distill"), f"{count} own samples, and {FEWEST} are needed")
-    if not writes:
+    if reason := why_unjudged(setup.models.source):
+        why_not = dict.fromkeys(found, reason)
+    elif not writes:
         why_not["synthetic"] = "nobody writes samples: it needs `generator` or `extra`"
     return found | {name: {"why_not": text} for name, text in why_not.items()}
+
+
+def why_unjudged(source: Model) -> str:
+    """Why an upgrade can judge no route for the head of a source, or nothing."""
+    return source.instead and f"the fine-tune {source.instead}, and routes are judged by one class for each sample"
 
 
 def check_same_shapes(setup: Setup) -> None:

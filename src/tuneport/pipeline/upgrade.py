@@ -41,7 +41,7 @@ from ..training.neutral import TOLERANCE, Neutral
 from ..training.student import require_lora
 from ..types import FORMATS, Events, Sides
 from .distill import about_others, told
-from .estimate import check_same_shapes
+from .estimate import check_same_shapes, why_unjudged
 from .evaluate import with_protocol
 from .inputs import about_inputs, conditions_of, open_models, read_change
 from .lessons import MOST_SAMPLES, PORTED, Lessons, UpgradeSamples, divide, read_own, samples_of
@@ -213,6 +213,10 @@ def _open(source: Any, tuned: Any, target: Any, data: Any, config: UpgradeConfig
     models, change = read_change(models, tuned, asked, has_samples=True)
     if not is_whole(models.source, change, config.exclude):
         raise TuneportError("an upgrade asks the old model, which must be whole: leave out `exclude`.")
+    if reason := why_unjudged(models.source):
+        raise TuneportError(
+            f"{reason}: use 'tuneport transfer', or 'tuneport distill', and score the output with your own metric."
+        )
     about = about_inputs("upgrade", config, models, change.parts, drawn)
     about |= {"resolved": {"device": str(models.target.device), "dtype": config.dtype}, **about_others(config)}
     about["fingerprint"] = fingerprint(conditions_of(about, config))
