@@ -342,7 +342,9 @@ class TestEverySampleCounts:
     """A last pass of one sample, and texts without a token to predict."""
 
     @pytest.mark.parametrize(
-        ("kind", "count"), [("regression", 330), ("regression", 108), ("encoder", 650)], ids=lambda value: str(value)
+        ("kind", "count"),
+        [("regression", 330), ("regression", 108), ("encoder", 650), ("encoder of pairs", 650)],
+        ids=lambda value: str(value),
     )
     def test_a_sample_is_not_left_alone_in_a_pass(self, tmp_path: Path, kind: str, count: int) -> None:
         """One of 33 held-out, of 97 taught or of 65 held-out texts was: its variance, or its neighbours, are none."""
@@ -353,9 +355,10 @@ class TestEverySampleCounts:
             folders.append(write(tmp_path / name, module or bert("BertModel", size), bert_tokenizer()))
         words = " ".join(SENTENCES).split()
         texts = [" ".join(words[start % 60 : start % 60 + 4 + start % 5]) for start in range(count)]
-        data = Dataset(inputs=texts, labels=None, classes=())
+        pairs = [*zip(texts, reversed(texts), strict=True)]
+        data = Dataset(inputs=pairs if kind == "encoder of pairs" else texts, labels=None, classes=())
         found = alone.distill(*folders, data, steps=4, samples=count).record["distilled"]
-        assert found["matching"] == {"regression": "numbers", "encoder": "similarities"}[kind]
+        assert found["matching"] == ("numbers" if kind == "regression" else "similarities")
         assert all(np.isfinite(mark["held_out_loss"]) and np.isfinite(mark["agreement"]) for mark in found["curve"])
         assert found["best"] > 0, "four steps lower the loss"
 

@@ -100,7 +100,7 @@ class Exam:
         if matching.asking != "plain":  # the scores of a sample are few, unlike those of its tokens
             known[number] = answers[0]
         groups = [
-            (size, [_rows(side, end - size, end) for side in answers])
+            (size, [_rows(side, end - size, end) if len(sizes) > 1 else side for side in answers])  # pairs have 2 rows
             for size, end in zip(sizes, accumulate(sizes), strict=True)
         ]
         loss = matching.exam or matching.loss
