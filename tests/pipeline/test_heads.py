@@ -70,6 +70,16 @@ def test_bare_encoders_and_a_full_finetune_give_a_classifier_that_transformers_l
     assert result.record["data"]["labels"]["by"] == "source"
 
 
+def test_a_head_that_the_files_cannot_hold_is_refused(folders: Callable[..., tuple[Path, ...]]) -> None:
+    tuned = folders()[1]
+    transformers.AutoModelForSequenceClassification.from_pretrained(tuned).half().save_pretrained(tuned)
+    model, head = open_model(tuned), {"classifier.bias": torch.full((3,), -1e5)}
+    with pytest.raises(CheckpointError, match=r"classifier\.bias of .* up to 1e\+05, which torch\.float16 cannot"):
+        model.with_head(head)
+    kept = model.with_head(head, rounded=False).module.get_parameter("classifier.bias")
+    assert torch.equal(kept, head["classifier.bias"])
+
+
 @pytest.mark.parametrize("form", ["{}", "LABEL_{}", "LABEL_of {}", "class {}"])
 def test_classes_keep_the_names_of_the_fine_tune(
     folders: Callable[..., tuple[Path, ...]], tmp_path: Path, form: str

@@ -240,13 +240,18 @@ class Model:
     def with_head(self, head: Mapping[str, Tensor], *, rounded: bool = True) -> Model:
         """The same model with other values of the parameters of its head; everything else is shared.
 
-        They are `rounded` to the dtype in which they are written.
+        They are `rounded` to the dtype in which they are written, which must hold them.
         """
         stored, live = self.weights.tensors, dict(self.module.named_parameters())
         shared = [tensor for name, tensor in live.items() if name not in head] + list(self.module.buffers())
         module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in shared})
         for name, tensor in head.items():
             dtype = describe(stored, self.weights.file_names[name]).dtype if rounded else tensor.dtype
+            if tensor.abs().max() > torch.finfo(dtype).max:
+                raise CheckpointError(
+                    f"{name} of {self.name} is to have values up to {float(tensor.abs().max()):.3g}, which {dtype} "
+                    "cannot hold: give this model in bfloat16 or float32."
+                )
             module.get_parameter(name).data.copy_(tensor.to(dtype))
         files = {self.weights.file_names[name]: tensor for name, tensor in head.items()}
         tensors = HeadedTensors(stored, {name: name for name in stored if name not in files}, files)
