@@ -81,6 +81,14 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Any]:
     return planted(tmp_path_factory.mktemp("numbers"), "BertForSequenceClassification", id2label={0: "LABEL_0"})
 
 
+def test_an_upgrade_of_several_labels_of_a_sample_is_refused(tmp_path: Path) -> None:
+    """Its routes would be judged by the highest label alone."""
+    kind = {"id2label": CLASSES, "problem_type": "multi_label_classification"}
+    paths, _ = planted(tmp_path, "BertForSequenceClassification", **kind)
+    with pytest.raises(TuneportError, match="gives a sample several labels, and routes are judged by one class"):
+        upgrade(*paths)
+
+
 class TestTokens:
     def test_a_planted_twin_is_exact(self, tokens: tuple[list[Path], Any], tmp_path: Path) -> None:
         paths, tuned = tokens

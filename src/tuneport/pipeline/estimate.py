@@ -111,7 +111,8 @@ def planned_routes(setup: Setup, own: int) -> dict[str, dict[str, Any]]:
 
 def why_unjudged(source: Model) -> str:
     """Why an upgrade can judge no route for the head of a source, or nothing."""
-    return source.instead and f"the fine-tune {source.instead}, and routes are judged by one class for each sample"
+    does = "gives a sample several labels" if source.multi_label else source.instead
+    return does and f"the fine-tune {does}, and routes are judged by one class for each sample"
 
 
 def check_same_shapes(setup: Setup) -> None:
