@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -359,6 +361,10 @@ def _no_old(*_: Any) -> dict[str, Any]:
     return {}
 
 
+def _made(_: Place, __: str, cell: Cell) -> dict[str, Any]:
+    return asdict(cell)
+
+
 def _made_in_a_crowd(place: Place, group: str, cell: Cell) -> dict[str, Any]:
     """Stands for `make_row`: one cell is killed once, one finds no memory once, one fails, one is made."""
     tried = place.work / cell.label
@@ -400,6 +406,51 @@ def test_cells_without_memory_beside_others_are_tried_again_alone(
     assert sorted(made) == arms
     assert [name for name in arms if "error" in made[name]] == ["port@3"]
     assert made["port@3"]["error"] == "ValueError: no."
+
+
+def test_a_file_of_cells_begins_with_the_longest_and_leaves_out_what_would_end_too_late(
+    models: Path, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "get_context", lambda _: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(harness, "make_old", _no_old)
+    monkeypatch.setattr(harness, "make_row", _made)
+    monkeypatch.setattr(harness, "cost", lambda cell: ({"port": 5.0, "copy": 50.0}.get(cell.arm, 500.0), 1.0))
+    rows, cells = tmp_path / "rows.jsonl", tmp_path / "cells.txt"
+    cells.write_text(f"{PAIR} trec6 port@8 1\n{PAIR} trec6 copy@8 0\n{PAIR} trec6 upgrade@8 0\n")
+    folders = ["--models", models, "--shared", shared, "--work", tmp_path, "--rows", rows, "--cells", cells]
+    main(["make", *map(str, folders), "--memory", "1", "--until", "100"])
+    assert [(row["arm"], row["n"], row["draw"]) for row in rows_in(rows)] == [("copy", 8, 0), ("port", 8, 1)]
+
+
+def test_a_cell_costs_what_the_nearest_rows_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(arm: str, pair: str, seconds: float, gib: float) -> dict[str, Any]:
+        return {"arm": arm, "n": 8, "task": "trec6", "pair": pair, "seconds": seconds, "peak_gib": gib}
+
+    rows = [row("port", "a>b", 10.0, 2.0), row("port", "c>b", 20.0, 1.0), row("copy", "a>b", 90.0, 9.0)]
+    monkeypatch.setattr(harness, "committed", lambda: [*rows, {"error": "ValueError: no."}])
+    taken = harness.RESERVED * 2.0 + harness.CONTEXT
+    assert harness.cost(Cell("a>b", "trec6", "port", 8, 2)) == (20.0, taken)
+
+
+def test_no_cell_overtakes_one_that_waits_for_memory() -> None:
+    room, order, threads = harness.Room(3.0), list[str](), list[threading.Thread]()
+
+    def work(name: str, need: float) -> None:
+        with room.of(need):
+            order.append(name)
+
+    with room.of(2.0):
+        for name, need in (("large", 9.0), ("small", 1.0)):  # the small one would fit
+            waiting = len(room.line) + 1
+            threads.append(threading.Thread(target=work, args=(name, need)))
+            threads[-1].start()
+            while len(room.line) < waiting:
+                time.sleep(0.001)
+        assert order == []
+    for thread in threads:
+        thread.join()
+    assert order == ["large", "small"]
+    assert room.free == room.size
 
 
 def test_what_tuneport_writes_is_scored_by_plain_peft(models: Path, tmp_path: Path) -> None:
