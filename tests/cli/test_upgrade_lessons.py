@@ -19,7 +19,7 @@ from builders.lessons import ANSWERS, LISTS, PROMPTS, SOUNDS, TEMPLATE, TEXTS, A
 from builders.processes import run_program
 from builders.runs import Listener
 from builders.texts import LARGE, SENTENCES, gpt_tokenizer, make, write, write_rows
-from tuneport import upgrade
+from tuneport import plan, upgrade
 from tuneport.config import TransferInputs, UpgradeConfig
 from tuneport.data.dataset import Dataset
 from tuneport.data.samplers import select
@@ -122,6 +122,13 @@ class TestLanguageModels:
         assert scores["distill"] < scores["target"]
         assert rows(found)["old"].agreement is None
         assert "bits per character" in found.decision
+        many = write_rows(tmp_path / "many.jsonl", [{"text": f"{number} {LISTS[0]}"} for number in range(800)])
+        planned = plan(animals.base, animals.generator, animals.target, many)["routes"]
+        assert {name: planned[name]["samples"] for name in ("distill", "synthetic")} == {
+            "distill": 600,
+            "synthetic": 600,
+        }
+        assert {planned[name]["steps"] for name in ("distill", "synthetic")} == {300}, "passages are read once"
 
     def test_pairs_that_cannot_be_paired_are_distilled(self, animals: Animals, tmp_path: Path) -> None:
         """The layers of a Llama and of a GPT-2 have other roles."""

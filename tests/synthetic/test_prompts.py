@@ -32,7 +32,7 @@ def test_each_seed_is_shown_as_often_as_the_others() -> None:
     assert set(shown) == set(QUESTIONS)
     assert max(shown.values()) - min(shown.values()) <= 3  # a seed is not repeated inside one prompt
     assert all(6 <= len(lines(request)) <= 8 for request in asked)
-    assert len({request for request in asked}) == len(asked)
+    assert len(set(asked)) == len(asked)
 
 
 def test_one_prompt_asks_for_a_few_texts() -> None:

@@ -680,6 +680,13 @@ def test_a_lora_that_is_taught_longer_has_a_lower_rate(ported: Result) -> None:
     assert whole.clip is None
 
 
+def test_passages_are_read_once_and_other_samples_ten_times(ported: Result) -> None:
+    target, counts = ported.setup.models.target, (100, 2000, 16000)
+    for passages, steps in ((False, [300, 1250, 2000]), (True, [300, 300, 1000])):
+        runs = [division.schedule_of(DistillConfig(), target, 16, count, passages=passages) for count in counts]
+        assert [run.steps for run in runs] == steps
+
+
 @pytest.mark.usefixtures("long_exams")
 def test_a_batch_is_the_size_that_is_given_and_held_out_samples_are_answered_once(ported: Result) -> None:
     asked: list[int] = []  # images in each pass of the teacher

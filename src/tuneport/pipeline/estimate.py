@@ -16,7 +16,7 @@ from ..data.tasks import read_data
 from ..errors import MethodError, TuneportError, first_of
 from ..measure.fitted_heads import is_bare
 from ..measure.objectives import TokenLoss, forward_only
-from ..measure.samples import Calibration, Limits, Measurement, UserBatches
+from ..measure.samples import Calibration, DatasetSamples, Limits, Measurement, UserBatches
 from ..methods import Method, get_method, name_of
 from ..models.base import Model
 from ..models.change import every_layer, is_whole
@@ -27,7 +27,7 @@ from ..runtime.forecast import Forecast
 from ..runtime.passes import Passes, plan_passes
 from ..task_vectors.vector import account
 from ..training.division import FEW as FEW_TAUGHT
-from ..training.division import FEW_STUDENTS, schedule_of
+from ..training.division import FEW_STUDENTS, of_passages, schedule_of
 from ..training.matching import BATCH, TEXT_BATCH
 from ..types import Sides
 from .comparison import USUAL, usual_test
@@ -86,8 +86,12 @@ def planned_routes(setup: Setup, own: int) -> dict[str, dict[str, Any]]:
     few = writes and count < FEW  # all are taught, and written ones judge
     taught = count if few else count - min(round(HELD_OUT * count), MOST_HELD_OUT)
     usual = TEXT_BATCH if writes else BATCH
-    viewed = taught * max(2 * views_each(taught), 1) if writes else taught  # prompts are repeated as often as viewed
-    schedules = [schedule_of(DistillConfig(), target, usual, number) for number in (viewed, taught + written)]
+    samples = setup.calibration.samples
+    passages = isinstance(samples, DatasetSamples) and of_passages(samples)
+    prompts = writes and not passages
+    viewed = taught * max(2 * views_each(taught), 1) if prompts else taught  # they are repeated as often as viewed
+    counts = (viewed, taught + written)
+    schedules = [schedule_of(DistillConfig(), target, usual, number, passages=passages) for number in counts]
     folded: dict[str, Any] = {"students": FEW_STUDENTS} if taught < FEW_TAUGHT else {}
     found: dict[str, dict[str, Any]] = {
         "copy": {"samples": 0},

@@ -37,7 +37,7 @@ from ..task_vectors.vector import TaskVector
 from ..types import Events, Sides
 from .augment import Reader
 from .captured import captured
-from .division import Extra, comparable, divide, schedule_of, warm_up
+from .division import Extra, comparable, divide, of_passages, schedule_of, warm_up
 from .exam import Curve, Exam, Mark, answers_of, pooled, precision
 from .loop import Pace, Schedule, run_steps
 from .matching import NONE, Matching, matching_of, unlabelled
@@ -78,7 +78,8 @@ def distill(
     compared = comparable(samples, matching, own)
     folds, all_own = divide(compared, own, extra)
     count = len(folds[0].taught)
-    schedule = schedule_of(config, target, matching.batch_size, count, images and extra is not None)
+    kind = {"beside": images and extra is not None, "passages": of_passages(compared)}
+    schedule = schedule_of(config, target, matching.batch_size, count, **kind)
     steps = schedule.steps
     events.plan(steps * (len(folds) + (all_own is not None)))
     neutral = Neutral(target, math.ceil(steps / ANCHORED)) if target.generates is not None else None

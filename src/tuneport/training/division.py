@@ -34,6 +34,7 @@ FEW = 50  # fewer own samples all judge and are all taught; if written ones can 
 FEW_STUDENTS = 3  # of few own samples: one of each half, and one of all
 OWN, OWN_OF_WRITTEN = 2, 8  # own samples are at least one of so many that are taught; beside written ones, fewer
 STEPS, MOST_STEPS, EPOCHS = 300, 2000, 10  # of a run whose steps follow from the samples
+PASSAGE_EPOCHS = 1  # of passages, each token of which teaches: read more often, they are learnt by heart
 STEPS_BESIDE = 1000  # at least, if other images are taught beside the own ones
 RATE = 0.12  # the learning rate of a model of width one
 LORA_RATE = 5.0  # times that of all weights, in a run of STEPS
@@ -78,8 +79,7 @@ def divide(samples: DatasetSamples, own: int, extra: Extra | None) -> Division:
     """
     mine, more = (samples.take(np.flatnonzero(part)) for part in (samples.indices < own, samples.indices >= own))
     like_own, few = extra is not None and extra.like_own, len(mine) < FEW
-    by_heart = samples.heads is None and samples.models.target.generates is not None and is_passages(samples.dataset)
-    parts = None if by_heart else OWN_OF_WRITTEN if like_own else OWN
+    parts = None if of_passages(samples) else OWN_OF_WRITTEN if like_own else OWN
     if like_own and few:
         held_out, more = hold_out(more)
         return Division((Fold(held_out, _beside(mine, more, parts)),), None)
@@ -99,6 +99,11 @@ def divide(samples: DatasetSamples, own: int, extra: Extra | None) -> Division:
         return Division((fold(*hold_out(mine)),), None)
     last, first = _ends(mine, len(mine) // 4 * 2)
     return Division((fold(last, first), fold(first, last)), _beside(mine, more, parts))
+
+
+def of_passages(samples: DatasetSamples) -> bool:
+    """Whether the samples are passages that a language model continues."""
+    return samples.heads is None and samples.models.target.generates is not None and is_passages(samples.dataset)
 
 
 def hold_out(samples: DatasetSamples) -> tuple[DatasetSamples, DatasetSamples]:
@@ -144,15 +149,18 @@ def comparable(samples: DatasetSamples, matching: Matching, own: int) -> Dataset
     return found
 
 
-def schedule_of(config: DistillConfig, model: Model, usual: int, count: int, beside: bool = False) -> Schedule:
+def schedule_of(
+    config: DistillConfig, model: Model, usual: int, count: int, *, beside: bool = False, passages: bool = False
+) -> Schedule:
     """A tenth of the steps for the warm-up, no weight decay: the student shall stay near its start.
 
     The learning rate follows from the student's width unless it is given, and is lower for a LoRA that is taught longer
-    and would forget more; the batch size is the `usual` one, and steps follow from the number of samples, and whether
-    other images are taught `beside` the own ones.
+    and would forget more; the batch size is the `usual` one, and steps follow from the number of samples, whether they
+    are `passages`, and whether other images are taught `beside` the own ones.
     """
     batch, least = config.batch_size or usual, STEPS_BESIDE if beside else STEPS
-    steps = config.steps or min(max(round(EPOCHS * count / batch), least), MOST_STEPS)
+    epochs = PASSAGE_EPOCHS if passages else EPOCHS
+    steps = config.steps or min(max(round(epochs * count / batch), least), MOST_STEPS)
     rate = RATE / median_low(layer.in_features for layer in model.architecture.layers)
     clip = None
     if config.lora is not None:
