@@ -88,6 +88,12 @@ class TestPrompts:
         found = written_answers(open_model(animals.base), replace(PLAIN, inputs=list(PROMPTS[:6])))
         assert found == [text.partition("\n")[0].strip() for text, _ in plain]
 
+    def test_a_model_that_reads_little_leaves_half_of_it_to_prompts(self, teacher: Model) -> None:
+        longest = max(len(row) for row in teacher.reader.tokenizer(list(PLAIN.inputs))["input_ids"])
+        small = replace(teacher, inputs=replace(teacher.inputs, reader=replace(teacher.reader, limit=2 * longest)))
+        assert 2 * longest < answers.MOST_TOKENS
+        assert written_answers(small, PLAIN) == list(ANSWERS[:COUNT])
+
     def test_answers_of_the_data_are_not_looked_at(self, teacher: Model) -> None:
         wrong = replace(PLAIN, targets=list(ANSWERS[1 : COUNT + 1]), answers="data")
         assert answered(teacher, wrong)[0].targets == answered(teacher, PLAIN)[0].targets

@@ -173,6 +173,7 @@ def test_file_names_of_modules(tmp_path: Path) -> None:
         ({}, {"q_proj.lora_B.weight": torch.full((16, 3), torch.nan)}, r"hold NaN or infinite values"),
         ({}, {"q_proj.lora_B.weight": torch.ones(16, 3, dtype=torch.int8)}, r"are quantised"),
         ({}, {"q_proj.lora_magnitude_vector": torch.ones(5)}, r"its magnitudes do not fit"),
+        ({"use_dora": True}, {}, r"has DoRA, and its magnitudes are missing"),
         ({}, {"q_proj.lora_B.bias": torch.ones(5)}, r"the base layer has no such bias"),
         ({}, {"q_proj.base_layer.weight": torch.ones(16, 16)}, r"the adapter was trained on another base"),
         ({}, {"q_proj.lora_C.weight": torch.ones(1)}, r"q_proj.lora_C.weight"),

@@ -21,7 +21,7 @@ from ..models.tokenizer import joined_text
 from ..types import Progress, ignore
 from .accuracy import likelihood
 
-MOST_TOKENS = 256  # of an answer
+MOST_TOKENS = 256  # of an answer, which takes no more than half of what a model reads
 FIRST = 32  # prompts whose answers show how long answers are
 WRITTEN = 0.5  # the least share of answers that end
 
@@ -48,7 +48,7 @@ def answered(teacher: Model, data: Dataset, progress: Progress = ignore) -> tupl
     kept = np.array([at for at, text in enumerate(texts) if text], dtype=np.int64)
     if not len(kept):
         raise DataError(
-            f"{teacher.name} gives no answer that ends within {MOST_TOKENS} tokens to any of {len(data)} prompts."
+            f"{teacher.name} gives no answer that ends within {_most(teacher)} tokens to any of {len(data)} prompts."
         )
     given = with_answers(data.subset(kept), [texts[at] for at in kept])
     return replace(given, answers="teacher"), kept
@@ -62,7 +62,7 @@ def written_answers(teacher: Model, data: Dataset, progress: Progress = ignore) 
         assert predicted is not None
         return [each[place] for each, place in zip(candidates_of(data), predicted.tolist(), strict=True)]
     prompts = [prompt_of(sample) if isinstance(sample, list) else joined_text(sample) for sample in data.inputs]
-    found = generate_texts(teacher, prompts[:FIRST], Sampling(MOST_TOKENS, temperature=0.0), advance=progress)
+    found = generate_texts(teacher, prompts[:FIRST], Sampling(_most(teacher), temperature=0.0), advance=progress)
     most = _longest(teacher, [one.text for one in found if one.finished])
     found += generate_texts(teacher, prompts[FIRST:], Sampling(most, temperature=0.0), advance=progress)
     lines = np.mean([one.finished for one in found]) < WRITTEN
@@ -72,7 +72,9 @@ def written_answers(teacher: Model, data: Dataset, progress: Progress = ignore) 
 
 def _longest(teacher: Model, answers: Sequence[str]) -> int:
     """The most tokens that further answers may have: four times those of the longest so far."""
-    if not answers or teacher.inputs.reader is None:
-        return MOST_TOKENS
-    longest = max(len(teacher.inputs.reader.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in answers)
-    return min(4 * (longest + 2), MOST_TOKENS)
+    sizes = (len(teacher.reader.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in answers)
+    return min(4 * (max(sizes, default=MOST_TOKENS) + 2), _most(teacher))
+
+
+def _most(teacher: Model) -> int:
+    return min(MOST_TOKENS, teacher.reader.limit // 2)

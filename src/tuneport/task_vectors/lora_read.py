@@ -214,6 +214,8 @@ def _checked(adapter: Adapter, lora: _Lora, shape: tuple[int, ...], transposed: 
         raise CheckpointError("one of its two factors is missing")
     if embedded and "magnitude" in lora.keys:
         raise CheckpointError("DoRA on an embedding: merge it into its base")
+    if adapter.config.get("use_dora") and "magnitude" not in lora.keys:
+        raise CheckpointError("its configuration has DoRA, and its magnitudes are missing")
     A, B = (describe(adapter.tensors, lora.keys[f"{kind}{side}"]).shape for side in "AB")
     try:
         rank = int(_setting(adapter.config, "rank_pattern", "r", lora.path, 8))
