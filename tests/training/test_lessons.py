@@ -144,11 +144,14 @@ class TestExtra:
             assert ((held_out.indices < count) != written_judge).all()
 
     @pytest.mark.parametrize("count", [20, 200])
-    def test_own_passages_are_taught_as_often_as_written_ones(self, models: Any, count: int) -> None:
+    def test_own_passages_are_taught_twice_as_often_as_written_ones(self, models: Any, count: int) -> None:
         samples = samples_of(models, Dataset([*map(str, range(count + 1000))], None, ()), None)
         (fold,), _ = divide(samples, count, Extra(Dataset(["a"] * 1000, None, ()), like_own=True))
-        assert len(np.unique(fold.taught.indices)) == len(fold.taught)
-        assert (fold.taught.indices < count).any()
+        places, times = np.unique(fold.taught.indices, return_counts=True)
+        assert set(times[places < count]) == {2}
+        assert set(times[places >= count]) == {1}
+        alone, _ = divide(samples.take(slice(60)), 60, None)
+        assert len(np.unique(alone[0].taught.indices)) == len(alone[0].taught)
 
     @pytest.mark.parametrize("chats", [False, True])
     @pytest.mark.parametrize("prompts", [5, 7, 21, 55, 75])

@@ -33,6 +33,7 @@ HELD_OUT, FEWEST_HELD_OUT, MOST_HELD_OUT = 0.1, 10, 200  # share of the samples;
 FEW = 50  # fewer own samples all judge and are all taught; if written ones can judge, they are only taught
 FEW_STUDENTS = 3  # of few own samples: one of each half, and one of all
 OWN, OWN_OF_WRITTEN = 2, 8  # own samples are at least one of so many that are taught; beside written ones, fewer
+OWN_PASSAGES = 2  # own passages are taught so many times as often as written ones
 STEPS, MOST_STEPS, EPOCHS = 300, 2000, 10  # of a run whose steps follow from the samples
 PASSAGE_EPOCHS = 1  # of passages, each token of which teaches: read more often, they are learnt by heart
 STEPS_BESIDE = 1000  # at least, if other images are taught beside the own ones
@@ -74,8 +75,8 @@ def divide(samples: DatasetSamples, own: int, extra: Extra | None) -> Division:
     """Divide the samples; those of the first `own` places of the data set are the own ones.
 
     Beside extra ones, own samples are repeated until they are a fixed share of what is taught; passages that a language
-    model continues are not, since it would learn them by heart. Of few own samples none is held out if extra ones are
-    like them.
+    model continues only a few times, since it would learn them by heart. Of few own samples none is held out if extra
+    ones are like them.
     """
     mine, more = (samples.take(np.flatnonzero(part)) for part in (samples.indices < own, samples.indices >= own))
     like_own, few = extra is not None and extra.like_own, len(mine) < FEW
@@ -130,8 +131,9 @@ def _asked(samples: DatasetSamples, place: int) -> Any:
 
 
 def _beside(own: DatasetSamples, more: DatasetSamples, parts: int | None) -> DatasetSamples:
-    """Own samples, repeated until they are one of so many `parts` if it is given, and others."""
-    times = 1 if parts is None else max(1, math.ceil(len(more) / ((parts - 1) * max(len(own), 1))))
+    """Own samples, repeated until they are one of so many `parts`, or for passages a fixed number of times; others."""
+    times = math.ceil(len(more) / ((parts - 1) * max(len(own), 1))) if parts is not None else OWN_PASSAGES
+    times = max(times, 1) if len(more) else 1
     return replace(own, indices=np.concatenate([np.tile(own.indices, times), more.indices]))
 
 
