@@ -131,8 +131,8 @@ def take_words(path: Path) -> None:
         ServerGenerator(config.generator_url)
     prompts = Prompts(SEEDS, config.describe or "")
     frame = Frame.of(read_data(path.with_name("prompts.txt"), "train", labelled=False), config.template)
-    for request in prompts.requests(0, 3):
-        frame.text(frame.sample(prompts.sample(request, " a red hen")))
+    assert all(prompts.requests(0, 3))
+    frame.text(frame.sample(prompts.sample(" a red hen")))
     collect(Writer(), prompts, Goal(6, rounds=2))
 
 
