@@ -410,6 +410,9 @@ def test_no_folder_and_no_model(tmp_path: Path) -> None:
     assert "there is no model at" in refusal(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "is not a model: no config.json in it" in refusal(tmp_path / "empty")
+    (tmp_path / "empty" / "first").mkdir()
+    (tmp_path / "empty" / "first" / "adapter_config.json").touch()  # as peft writes an adapter with a name
+    assert f"Give one of the adapters in it ({tmp_path / 'empty' / 'first'})." in refusal(tmp_path / "empty")
 
 
 class TestRemoteCode:

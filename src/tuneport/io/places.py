@@ -128,7 +128,9 @@ def why_no_model(reference: str | Path) -> str:
             "--out MODEL."
         )
     files = sorted(str(file) for file in path.glob("*.gguf"))
-    wanted = f"one of its GGUF files ({first_of(files, 3)})" if files else ACCEPTED
+    adapters = sorted(str(file.parent) for file in path.glob(f"*/{CONFIG}"))  # peft writes those with names there
+    wanted = f"one of the adapters in it ({first_of(adapters, 3)})" if adapters else ACCEPTED
+    wanted = f"one of its GGUF files ({first_of(files, 3)})" if files else wanted
     return why_no_adapter(path) or f"{reference} is not a model: no config.json in it. Give {wanted}."
 
 
