@@ -62,14 +62,18 @@ def make(options: argparse.Namespace) -> None:
         raise SystemExit(NOT_THERE.format("\n  ".join(lost)))
     fields = ("models", "shared", "work", "device", "dtype", "autocast", "small")
     place = Place(**{name: getattr(options, name) for name in fields})
-    crowded = run(place, options, cells, min(options.jobs, len(cells)))
+    end = time.monotonic() + options.until
+    crowded = run(place, options, cells, min(options.jobs, len(cells)), end)
     if crowded:
-        run(place, options, crowded, 1)
+        run(place, options, crowded, 1, end)
 
 
-def run(place: Place, options: argparse.Namespace, cells: Sequence[Cell], jobs: int) -> list[Cell]:
-    """Append the rows of the cells; return those that had no memory beside the others, which have no row yet."""
-    workers, crowded, room, begun = Workers(jobs), [], Room(options.memory), time.monotonic()
+def run(place: Place, options: argparse.Namespace, cells: Sequence[Cell], jobs: int, end: float) -> list[Cell]:
+    """Append the rows of the cells; return those that had no memory beside the others, which have no row yet.
+
+    No cell begins that would end after the time `end`.
+    """
+    workers, crowded, room = Workers(jobs), [], Room(options.memory)
     with workers.threads as threads:
         olds = {
             old: threads.submit(workers.call, make_old, place, options.group, *old)
@@ -80,7 +84,7 @@ def run(place: Place, options: argparse.Namespace, cells: Sequence[Cell], jobs: 
             wait([olds[cell.source, cell.task]])  # if it failed, its cells try again, and say why
             seconds, gib = cost(cell)
             with room.of(gib):
-                if time.monotonic() - begun + seconds > options.until:
+                if time.monotonic() + seconds > end:
                     return None
                 try:
                     return workers.call(make_row, place, options.group, cell)

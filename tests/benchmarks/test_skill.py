@@ -420,6 +420,11 @@ def test_a_file_of_cells_begins_with_the_longest_and_leaves_out_what_would_end_t
     folders = ["--models", models, "--shared", shared, "--work", tmp_path, "--rows", rows, "--cells", cells]
     main(["make", *map(str, folders), "--memory", "1", "--until", "100"])
     assert [(row["arm"], row["n"], row["draw"]) for row in rows_in(rows)] == [("copy", 8, 0), ("port", 8, 1)]
+    rows.unlink()
+    monkeypatch.setattr(harness, "run", lambda *given: ends.append(given[-1]) or [Cell(PAIR, "trec6", "port", 8, 1)])
+    ends: list[float] = []
+    main(["make", *map(str, folders), "--until", "100"])
+    assert len(set(ends)) == 1 < len(ends), "cells that are tried again have no more time"
 
 
 def test_a_cell_costs_what_the_nearest_rows_did(monkeypatch: pytest.MonkeyPatch) -> None:
